@@ -1,0 +1,1 @@
+UPDATE inputs SET state = 'cancelled' WHERE session_id = $1::TEXT AND state IN ('unarmed', 'armed')

@@ -1,0 +1,7 @@
+-- I6: a new execution id and epoch, only where the claim has expired and the
+-- taker's own lease is live. The mark becomes the verdict.
+UPDATE claims SET execution_id = $3::UUID, holder = $4::UUID, scanner = TRUE, epoch = $5::INT8,
+                  verdict = $6::TEXT, revoked = '', due_at = statement_timestamp()
+WHERE session_id = $1::TEXT AND execution_id = $2::UUID AND phase = 'running'
+  AND (revoked <> '' OR NOT EXISTS (SELECT 1 FROM leases l WHERE l.holder = claims.holder AND l.expires_at > statement_timestamp()))
+  AND EXISTS (SELECT 1 FROM leases o WHERE o.holder = $4::UUID AND o.expires_at > statement_timestamp())

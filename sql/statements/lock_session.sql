@@ -1,0 +1,16 @@
+-- The session, locked, with its claim and whether that claim's lease is live.
+-- A session without a claim must not read the claims table (see the sessions
+-- migration): the CASE makes the join's key NULL, and no index is searched for
+-- that.
+SELECT s.shard, s.epoch, s.execution_id::TEXT, s.quarantine_id::TEXT, s.last_seq, s.relayed_seq,
+       s.command_seq, s.command_time, s.position, s.unarmed, s.armed, s.delayed,
+       s.wakes, s.wakes_served, s.woken_at, s.promised, s.continuations, s.takeovers,
+       s.ready_at, s.ready_due_at, s.relay_due_at,
+       c.execution_id::TEXT, c.ran_as::TEXT, c.holder::TEXT, c.scanner, c.epoch,
+       c.phase, c.reason, c.revoked, c.verdict, c.steps, c.step_id::TEXT, c.step, c.phase_at,
+       COALESCE(l.expires_at > statement_timestamp(), FALSE)
+FROM sessions s
+LEFT JOIN claims c ON c.session_id = CASE WHEN s.execution_id IS NULL THEN NULL ELSE s.session_id END
+LEFT JOIN leases l ON l.holder = c.holder
+WHERE s.session_id = $1::TEXT
+FOR UPDATE OF s

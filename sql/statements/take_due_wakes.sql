@@ -1,0 +1,1 @@
+DELETE FROM wakes WHERE session_id = $1::TEXT AND not_before <= $2::TIMESTAMPTZ
