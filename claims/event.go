@@ -3,7 +3,9 @@ package claims
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -83,6 +85,12 @@ func Marshal(v any) ([]byte, error) {
 	return bytes.TrimSuffix(b.Bytes(), []byte("\n")), nil
 }
 
+// CleanText makes a text one that a database holds: valid UTF-8 without NUL;
+// what is not becomes U+FFFD.
+func CleanText(s string) string {
+	return strings.ReplaceAll(strings.ToValidUTF8(s, "\uFFFD"), "\x00", "\uFFFD")
+}
+
 // maxJSONDepth bounds the nesting of JSON that came from outside.
 const maxJSONDepth = 1000
 
@@ -135,6 +143,9 @@ func canonical(raw []byte) ([]byte, error) {
 	var v any
 	if err := dec.Decode(&v); err != nil {
 		return nil, err
+	}
+	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
+		return nil, errors.New("more than one JSON value")
 	}
 	return json.Marshal(v) // maps are written in the order of their keys
 }

@@ -121,6 +121,14 @@ const (
 	ReasonNeverJoined         Reason = "never_joined"
 )
 
+// Reasons are all of them, in the contract's order.
+func Reasons() []Reason {
+	return []Reason{
+		ReasonOutcomeUnknown, ReasonInvalidStep, ReasonInvalidContinuation, ReasonForeignContinuation, ReasonIdentityConflict,
+		ReasonSuperseded, ReasonConversionFailed, ReasonAttemptsExhausted, ReasonNoProgress, ReasonNeverJoined,
+	}
+}
+
 // Poison says why something is never run (I27). It is an error so that it can
 // be carried out of a transaction that wrote nothing.
 type Poison struct {
@@ -132,6 +140,11 @@ func (p *Poison) Error() string { return fmt.Sprintf("%s: %s", p.Reason, p.Detai
 
 func poison(r Reason, format string, args ...any) *Poison {
 	return &Poison{Reason: r, Detail: fmt.Sprintf(format, args...)}
+}
+
+// SupersededContinuation is the poison of a continuation whose chain has a newer promise.
+func SupersededContinuation(number int64) *Poison {
+	return poison(ReasonSuperseded, "its chain has a newer promise than number %d", number)
 }
 
 // DecodeContinuation reads a continuation's row and checks that it is what it
@@ -161,20 +174,33 @@ func DecodeContinuation(session SessionID, number, epoch int64, body []byte) (*C
 	return &c, nil
 }
 
+// Stands is where an open step stands: what its claim says of it.
+type Stands struct {
+	Session SessionID
+	Step    StepID
+	RanAs   ExecutionID // the execution that started it
+	Started int         // steps of that execution so far
+	Epoch   int64       // of the session
+}
+
 // DecodeStep reads the open step of a claim and checks that it is that claim's
-// (I27). The epoch is the claim's before any takeover: the step's own.
-func DecodeStep(session SessionID, step StepID, epoch int64, body []byte) (*OpenStep, *Poison) {
+// and its newest (I27).
+func DecodeStep(at Stands, body []byte) (*OpenStep, *Poison) {
 	var o OpenStep
 	if err := json.Unmarshal(body, &o); err != nil {
 		return nil, poison(ReasonInvalidStep, "does not decode: %v", err)
 	}
 	switch {
-	case o.Session != session:
+	case o.Session != at.Session:
 		return nil, poison(ReasonIdentityConflict, "step belongs to session %q", o.Session)
-	case o.Step != step:
-		return nil, poison(ReasonIdentityConflict, "step says it is %q, stands as %q", o.Step, step)
-	case o.Epoch > epoch:
-		return nil, poison(ReasonIdentityConflict, "step has epoch %d, its session %d", o.Epoch, epoch)
+	case o.Step != at.Step:
+		return nil, poison(ReasonIdentityConflict, "step says it is %q, stands as %q", o.Step, at.Step)
+	case o.Execution != at.RanAs:
+		return nil, poison(ReasonIdentityConflict, "step is of execution %q, its claim of %q", o.Execution, at.RanAs)
+	case o.Epoch > at.Epoch:
+		return nil, poison(ReasonIdentityConflict, "step has epoch %d, its session %d", o.Epoch, at.Epoch)
+	case o.Index > 0 && o.Index < at.Started:
+		return nil, poison(ReasonSuperseded, "step is number %d of its execution, which has started %d", o.Index, at.Started)
 	case o.Index < 1 || o.Attempt < 0 || o.Recoveries < 0 || o.Lineage == "" || o.Execution == "":
 		return nil, poison(ReasonInvalidStep, "index %d, attempt %d, %d recoveries, lineage %q, execution %q",
 			o.Index, o.Attempt, o.Recoveries, o.Lineage, o.Execution)

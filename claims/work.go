@@ -202,6 +202,7 @@ type Settlement struct {
 	// Again: the claim stays, more work is due.
 	Again   bool
 	Outcome ExecutionOutcome // where the claim went
+	Reason  Reason           // of a quarantine
 	// Ready: the session has due work and no claim; announce it.
 	Ready bool
 }
@@ -277,4 +278,6 @@ type DueContinuation struct {
 	Body      string // as it stands, decodable or not
 	Epoch     int64  // of its session
 	Unstarted bool   // the session has neither claim nor quarantine
+	// Superseded: its chain has a newer promise.
+	Superseded bool
 }

@@ -84,8 +84,30 @@ var (
 	InsertInputs string
 	//go:embed statements/insert_quarantine.sql
 	InsertQuarantine string
+	//go:embed statements/insert_sessions.sql
+	InsertSessions string
 	//go:embed statements/insert_wake.sql
 	InsertWake string
+	//go:embed statements/inspect_claimed.sql
+	InspectClaimed string
+	//go:embed statements/inspect_continuations.sql
+	InspectContinuations string
+	//go:embed statements/inspect_inputs.sql
+	InspectInputs string
+	//go:embed statements/inspect_leases.sql
+	InspectLeases string
+	//go:embed statements/inspect_quarantined.sql
+	InspectQuarantined string
+	//go:embed statements/inspect_ready.sql
+	InspectReady string
+	//go:embed statements/inspect_session.sql
+	InspectSession string
+	//go:embed statements/inspect_sessions.sql
+	InspectSessions string
+	//go:embed statements/inspect_wakes.sql
+	InspectWakes string
+	//go:embed statements/lock_lease.sql
+	LockLease string
 	//go:embed statements/lock_session.sql
 	LockSession string
 	//go:embed statements/next_continuation_due.sql
@@ -110,6 +132,8 @@ var (
 	PendingInputs string
 	//go:embed statements/quarantine_inputs.sql
 	QuarantineInputs string
+	//go:embed statements/quarantined.sql
+	Quarantined string
 	//go:embed statements/remove_claims.sql
 	RemoveClaims string
 	//go:embed statements/remove_expired_claim.sql

@@ -28,7 +28,9 @@ func (s *Store) Apply(ctx context.Context, cmd claims.Command, acq *claims.Acqui
 		token = nil
 	}
 	appended := uuid.NewString()
-	err := s.session(ctx, "apply_"+string(cmd.Kind), cmd.Session, token, true, func(ctx context.Context, t *txn) error {
+	cmd.Reason = claims.CleanText(cmd.Reason)
+	taking := acq
+	apply := func(ctx context.Context, t *txn) error {
 		out = claims.Outcome{Result: claims.Applied}
 		t.token, t.trace = appended, cmd.Trace
 		duplicate, err := t.mark(cmd)
@@ -43,16 +45,18 @@ func (s *Store) Apply(ctx context.Context, cmd claims.Command, acq *claims.Acqui
 		case claims.Admit:
 			_, err = t.admit(ctx, cmd, "unarmed", "")
 		case claims.Wake:
-			out.Started, out.Ready, err = t.wake(ctx, cmd, acq)
-			if errors.Is(err, errNoLease) {
-				acq = nil // not ours to take; the wake is applied all the same
-				return errAgain
-			}
+			out.Started, out.Ready, err = t.wake(ctx, cmd, taking)
 		case claims.Interrupt:
 			out.Notice, out.Ready, err = t.interrupt(ctx, cmd)
 		}
 		return err
-	})
+	}
+	op := "apply_" + string(cmd.Kind)
+	err := s.session(ctx, op, cmd.Session, token, true, apply)
+	if errors.Is(err, errNoLease) { // not ours to take; the wake is applied all the same
+		taking = nil
+		err = s.session(ctx, op, cmd.Session, &claims.Token{}, true, apply)
+	}
 	if err != nil {
 		return claims.Outcome{}, err
 	}
@@ -119,12 +123,32 @@ func (t *txn) admit(ctx context.Context, cmd claims.Command, state string, step 
 	if step != "" {
 		covered = (*string)(&step)
 	}
-	tag, err := t.tx.Exec(ctx, sql.InsertInputs, []string{string(t.id)}, []string{in.ID}, []int64{t.s.position + 1}, []string{string(in.Delivery)},
-		[]string{state}, []time.Time{t.due(cmd)}, []string{string(in.Body)}, []string{cmd.Trace}, []*string{covered}, []time.Time{t.now})
-	if err != nil {
-		return false, err
+	row := []any{
+		[]string{string(t.id)},
+		[]string{in.ID},
+		[]int64{t.s.position + 1},
+		[]string{string(in.Delivery)},
+		[]string{state},
+		[]time.Time{t.due(cmd)},
+		[]string{string(in.Body)},
+		[]string{cmd.Trace},
+		[]*string{covered},
+		[]time.Time{t.now},
 	}
-	if tag.RowsAffected() == 1 {
+	inserted = t.isNew
+	if inserted {
+		t.must(sql.InsertInputs, row...)
+		if due := t.due(cmd); state == "armed" {
+			t.newDue = &due
+		}
+	} else {
+		tag, err := t.tx.Exec(ctx, sql.InsertInputs, row...)
+		if err != nil {
+			return false, err
+		}
+		inserted = tag.RowsAffected() == 1
+	}
+	if inserted {
 		t.s.position++
 		switch state {
 		case "unarmed":
@@ -198,8 +222,12 @@ func (t *txn) recordWake(ctx context.Context, cmd claims.Command, acq *claims.Ac
 		}
 		t.s.position++
 		t.s.delayed++
-		_, err := t.tx.Exec(ctx, sql.InsertWake, string(t.id), t.s.position, cmd.NotBefore)
-		return nil, err
+		if t.isNew {
+			t.newDue = &cmd.NotBefore
+			t.must(sql.InsertWake, string(t.id), t.s.position, cmd.NotBefore)
+			return nil, nil
+		}
+		return nil, t.atOnce(ctx, sql.InsertWake, string(t.id), t.s.position, cmd.NotBefore)
 	}
 	alone := t.s.unarmed == 0 && t.s.armed == 0 && t.s.delayed == 0 && t.s.continuations == 0
 	state, step := "armed", claims.StepID("")
@@ -252,15 +280,9 @@ func (t *txn) start(ctx context.Context, acq *claims.Acquisition, h *head, cover
 			return nil, err
 		}
 	}
-	tag, err := t.tx.Exec(ctx, sql.InsertClaims, []string{string(t.id)}, []string{execution}, []string{string(acq.Holder)},
+	t.queue(errNoLease, sql.InsertClaims, []string{string(t.id)}, []string{execution}, []string{string(acq.Holder)},
 		[]int64{t.s.epoch}, []string{string(acq.Step)}, []string{body}, []time.Time{t.now})
-	if err != nil {
-		return nil, err
-	}
-	if tag.RowsAffected() == 0 {
-		return nil, errNoLease
-	}
-	t.s.execution, t.s.readyAt, t.s.readyDueAt = &execution, nil, nil
+	t.s.execution, t.s.readyAt = &execution, nil
 	return &claims.Started{
 		Claim: claims.Claim{Session: t.id, Execution: acq.Execution, Holder: acq.Holder, Epoch: t.s.epoch},
 		Step:  *step,
@@ -292,6 +314,11 @@ func (t *txn) interruptOne(ctx context.Context, cmd claims.Command) error {
 	if t.c == nil || !t.concerns(cmd) {
 		return t.cancelHead(ctx, cmd)
 	}
+	if !t.c.leaseLive {
+		if err := t.expired(ctx); err != nil {
+			return err
+		}
+	}
 	id, execution := string(t.id), string(t.c.execution)
 	switch claims.Next(t.c.state(""), claims.OpInterrupt) {
 	case claims.CancelHead:
@@ -300,17 +327,17 @@ func (t *txn) interruptOne(ctx context.Context, cmd claims.Command) error {
 		t.ran, t.step = t.c.ranAs, claims.StepID(*t.c.stepID)
 		t.event(claims.ExecutionCancelling, claims.ReasonData{Reason: cmd.Reason})
 		t.c.phase, t.c.phaseAt = claims.Cancelling, t.now
-		return t.must(ctx, sql.ClaimCancel, id, execution, cmd.Reason)
+		t.must(sql.ClaimCancel, id, execution, cmd.Reason)
 	case claims.MarkRevoked:
 		raised := t.c.revoked.Raise(claims.Interrupted)
 		if raised == t.c.revoked {
 			return nil
 		}
 		t.c.revoked = raised
-		return t.must(ctx, sql.ClaimRevoke, id, execution, string(raised), cmd.Reason)
+		t.must(sql.ClaimRevoke, id, execution, string(raised), cmd.Reason)
 	case claims.RaiseVerdict:
 		if raised := t.c.verdict.Raise(claims.Interrupted); raised != t.c.verdict {
-			return t.must(ctx, sql.ClaimVerdict, id, execution, string(raised), cmd.Reason)
+			t.must(sql.ClaimVerdict, id, execution, string(raised), cmd.Reason)
 		}
 	}
 	return nil
@@ -325,7 +352,7 @@ func (t *txn) concerns(cmd claims.Command) bool {
 	if t.c.stepID == nil {
 		return false
 	}
-	o, bad := claims.DecodeStep(t.id, claims.StepID(*t.c.stepID), t.s.epoch, []byte(*t.c.step))
+	o, bad := claims.DecodeStep(t.stands(), []byte(*t.c.step))
 	return bad == nil && claims.InLineage(cmd.Execution, o.Lineage, o.Executions)
 }
 

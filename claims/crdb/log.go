@@ -50,12 +50,13 @@ func (s *Store) Unrelayed(ctx context.Context, session claims.SessionID, limit i
 // mark never goes back.
 func (s *Store) NoteRelayed(ctx context.Context, marks []claims.Mark) error {
 	// In one order everywhere, so that two of these never wait for each other.
+	marks = slices.Clone(marks)
 	slices.SortFunc(marks, func(a, b claims.Mark) int { return strings.Compare(string(a.Session), string(b.Session)) })
 	ids, seqs := make([]string, len(marks)), make([]int64, len(marks))
 	for i, m := range marks {
 		ids[i], seqs[i] = string(m.Session), m.Seq
 	}
-	_, err := s.exec(ctx, "note_relayed", sql.NoteRelayed, ids, seqs, s.opts.RelayGrace.Microseconds())
+	_, err := s.exec(ctx, "note_relayed", pgx.ReadCommitted, sql.NoteRelayed, ids, seqs, s.opts.RelayGrace.Microseconds())
 	return err
 }
 

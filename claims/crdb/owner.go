@@ -100,15 +100,17 @@ func (s *Store) StartStep(ctx context.Context, claim claims.Claim, id claims.Ste
 		if err := t.cover(ctx, h.inputs, id); err != nil {
 			return err
 		}
-		return t.must(ctx, sql.ClaimStartStep, string(t.id), string(claim.Execution), string(id), body)
+		t.must(sql.ClaimStartStep, string(t.id), string(claim.Execution), string(id), body)
+		return nil
 	})
 	return step, settled, err
 }
 
 // startedBefore answers a StartStep whose earlier try did commit.
 func (t *txn) startedBefore(ctx context.Context, claim claims.Claim, id claims.StepID) (*claims.Step, claims.Settlement, error) {
-	if t.c == nil || t.c.execution != claim.Execution {
-		return nil, t.settledBefore(claims.OutcomeCompleted), nil
+	settled, err := t.settledBefore(claim.Execution)
+	if err != nil || !settled.Again {
+		return nil, settled, err
 	}
 	if t.c.stepID == nil || *t.c.stepID != string(id) {
 		return nil, claims.Settlement{}, claims.ErrFenced
@@ -125,11 +127,6 @@ func (t *txn) startedBefore(ctx context.Context, claim claims.Claim, id claims.S
 		st.Inputs, err = t.inputs(ctx, o.Inputs)
 	}
 	return st, claims.Settlement{}, err
-}
-
-// settledBefore answers a settlement whose earlier try did commit.
-func (t *txn) settledBefore(outcome claims.ExecutionOutcome) claims.Settlement {
-	return claims.Settlement{Outcome: outcome, Ready: t.s.readyAt != nil && !t.s.readyAt.After(t.now)}
 }
 
 // Record appends content of the open step. Errors: ErrFenced, ErrCancelled
@@ -174,9 +171,11 @@ func (s *Store) Decline(ctx context.Context, claim claims.Claim, step claims.Ste
 		if err := t.ownStep(claim, step, claims.OpDecline); err != nil {
 			return err
 		}
+		reason := claims.CleanText(reason)
 		t.content(tail)
 		t.event(claims.StepInterruptedEvent, claims.StepInterruptedData{Reason: reason, Joined: false})
-		return t.must(ctx, sql.ClaimDecline, string(t.id), string(claim.Execution), string(step.ID), reason)
+		t.must(sql.ClaimDecline, string(t.id), string(claim.Execution), string(step.ID), reason)
+		return nil
 	})
 }
 
@@ -187,9 +186,8 @@ func (s *Store) Finish(ctx context.Context, claim claims.Claim, e claims.Ending,
 	var settled claims.Settlement
 	err := s.session(ctx, "finish", claim.Session, token, false, func(ctx context.Context, t *txn) (err error) {
 		if t.done {
-			settled = t.settledBefore(e.Outcome())
-			settled.Again = t.c != nil && t.c.execution == claim.Execution
-			return nil
+			settled, err = t.settledBefore(claim.Execution)
+			return err
 		}
 		settled, err = t.finish(ctx, claim, e)
 		return err
@@ -237,7 +235,8 @@ func (t *txn) finish(ctx context.Context, claim claims.Claim, e claims.Ending) (
 			outcome = claims.OutcomeYielded
 		case e.Yield: // a failure stays one; what else is due stays ready
 		default:
-			return claims.Settlement{Again: true}, t.must(ctx, sql.ClaimCloseStep, string(t.id), string(claim.Execution), string(e.Step.ID))
+			t.must(sql.ClaimCloseStep, string(t.id), string(claim.Execution), string(e.Step.ID))
+			return claims.Settlement{Again: true}, nil
 		}
 	}
 	return t.end(ctx, outcome, t.ownRemoval)
@@ -270,14 +269,10 @@ func (s *Store) HandOver(ctx context.Context, claim claims.Claim, tail []claims.
 
 func (s *Store) leave(ctx context.Context, op string, claim claims.Claim, as claims.Op, tail []claims.Content, token *claims.Token) (claims.Settlement, error) {
 	var settled claims.Settlement
-	err := s.session(ctx, op, claim.Session, token, false, func(ctx context.Context, t *txn) error {
+	err := s.session(ctx, op, claim.Session, token, false, func(ctx context.Context, t *txn) (err error) {
 		if t.done {
-			outcome := claims.OutcomeInterrupted
-			if as == claims.OpHandOver {
-				outcome = claims.OutcomeHandedOver
-			}
-			settled = t.settledBefore(outcome)
-			return nil
+			settled, err = t.settledBefore(claim.Execution)
+			return err
 		}
 		effect, err := t.own(claim.Execution, as)
 		if err != nil {
@@ -333,14 +328,15 @@ func (s *Store) Revoke(ctx context.Context, claim claims.Claim, cause claims.Cau
 		if raised == t.c.revoked {
 			return nil
 		}
-		return t.must(ctx, sql.ClaimRevoke, string(t.id), string(claim.Execution), string(raised), "")
+		t.must(sql.ClaimRevoke, string(t.id), string(claim.Execution), string(raised), "")
+		return nil
 	})
 }
 
 // OpenLease writes the lease of a new holder. ttl is from the database's clock
 // at the statement (I4).
 func (s *Store) OpenLease(ctx context.Context, l claims.Lease, ttl time.Duration) error {
-	_, err := s.exec(ctx, "open_lease", sql.OpenLease, string(l.Holder), l.Kind, l.Name, l.Version, int64(l.Slots), ttl.Microseconds())
+	_, err := s.exec(ctx, "open_lease", pgx.Serializable, sql.OpenLease, string(l.Holder), l.Kind, claims.CleanText(l.Name), claims.CleanText(l.Version), int64(l.Slots), ttl.Microseconds())
 	return err
 }
 
@@ -360,18 +356,20 @@ func (s *Store) Heartbeat(ctx context.Context, holder claims.HolderID, ttl time.
 
 // CloseLease deletes the holder's lease where no claim names it; else it expires.
 func (s *Store) CloseLease(ctx context.Context, holder claims.HolderID) error {
-	_, err := s.exec(ctx, "close_lease", sql.CloseLease, string(holder))
+	_, err := s.exec(ctx, "close_lease", pgx.Serializable, sql.CloseLease, string(holder))
 	return err
 }
 
 // Notices reads the holder's claims that are not plainly running (I17).
 func (s *Store) Notices(ctx context.Context, holder claims.HolderID) ([]claims.Notice, error) {
-	return query(ctx, s, "notices", sql.Notices, scanNotice(holder), string(holder))
+	ctx, cancel := context.WithTimeout(ctx, s.opts.Timeout)
+	defer cancel()
+	return queryOn(ctx, s, s.beat, "notices", sql.Notices, scanNotice(holder), string(holder))
 }
 
 // Held reads all claims of the holder (I3).
 func (s *Store) Held(ctx context.Context, holder claims.HolderID) ([]claims.Notice, error) {
-	return query(ctx, s, "held", sql.Held, scanNotice(holder), string(holder))
+	return queryOn(ctx, s, s.beat, "held", sql.Held, scanNotice(holder), string(holder))
 }
 
 func scanNotice(holder claims.HolderID) pgx.RowToFunc[claims.Notice] {

@@ -43,7 +43,7 @@ type continuationEvidence struct {
 // quarantineClaim takes the session of a claim out of circulation: claim and,
 // where no step was open, the head move into one row. cause says why; an error
 // that is no poison is returned as it is, and nothing is written.
-func (t *txn) quarantineClaim(ctx context.Context, lane string, cause error, remove func(context.Context) error) (claims.Settlement, error) {
+func (t *txn) quarantineClaim(ctx context.Context, lane string, cause error, remove func()) (claims.Settlement, error) {
 	var bad *claims.Poison
 	if !errors.As(cause, &bad) {
 		return claims.Settlement{}, cause
@@ -111,25 +111,27 @@ func (t *txn) moveHead(ctx context.Context, h *head, ev *evidence) error {
 	return nil
 }
 
-func (t *txn) quarantineAs(ctx context.Context, lane string, bad *claims.Poison, ev evidence, remove func(context.Context) error) (claims.Settlement, error) {
+func (t *txn) quarantineAs(ctx context.Context, lane string, bad *claims.Poison, ev evidence, remove func()) (claims.Settlement, error) {
 	if t.s.quarantine != nil {
 		return claims.Settlement{}, claims.ErrQuarantined
 	}
+	detail := claims.CleanText(bad.Detail)
 	raw, err := json.Marshal(ev)
 	if err != nil {
 		return claims.Settlement{}, fmt.Errorf("evidence: %w", err)
 	}
 	id := uuid.NewString()
 	t.s.quarantine = &id
-	settled := claims.Settlement{Outcome: claims.OutcomeQuarantined}
-	t.event(claims.SessionQuarantined, claims.QuarantinedData{Lane: lane, Reason: bad.Reason, Detail: bad.Detail})
+	settled := claims.Settlement{Outcome: claims.OutcomeQuarantined, Reason: bad.Reason}
+	t.event(claims.SessionQuarantined, claims.QuarantinedData{Lane: lane, Reason: bad.Reason, Detail: detail})
 	if remove != nil {
 		if settled, err = t.end(ctx, claims.OutcomeQuarantined, remove); err != nil {
 			return settled, err
 		}
+		settled.Reason = bad.Reason
 	} else if _, err := t.rearm(ctx); err != nil {
 		return settled, err
 	}
-	_, err = t.tx.Exec(ctx, sql.InsertQuarantine, string(t.id), id, lane, string(bad.Reason), bad.Detail, string(raw), t.now)
-	return settled, err
+	t.must(sql.InsertQuarantine, string(t.id), id, lane, string(bad.Reason), detail, string(raw), t.now)
+	return settled, nil
 }

@@ -68,14 +68,40 @@ func (s *Store) ExpiredClaims(ctx context.Context, limit int) ([]claims.Candidat
 	return out[:min(limit, len(out))], nil
 }
 
-// TouchClaims sends claims to the back of their lane.
-func (s *Store) TouchClaims(ctx context.Context, cs []claims.Candidate) error {
-	ids, executions := make([]string, len(cs)), make([]string, len(cs))
-	for i, c := range cs {
-		ids[i], executions[i] = string(c.Session), string(c.Execution)
+// touch runs a touch, its own committed statement, and keeps the rows that were
+// this scanner's to touch: those it returned (I31). A touch whose answer was
+// lost keeps none; they come again.
+func touch[T any, K comparable](ctx context.Context, s *Store, op, statement string, rows []T, key func(T) K, scan pgx.RowToFunc[K], args ...any) ([]T, error) {
+	won := map[K]bool{}
+	err := s.run(ctx, op, pgx.ReadCommitted, &claims.Token{}, func(ctx context.Context, tx pgx.Tx) error {
+		clear(won)
+		found, err := tx.Query(ctx, statement, args...)
+		if err != nil {
+			return err
+		}
+		keys, err := pgx.CollectRows(found, scan)
+		for _, k := range keys {
+			won[k] = true
+		}
+		return err
+	})
+	if err != nil {
+		return nil, err
 	}
-	_, err := s.exec(ctx, "touch_claims", sql.TouchClaims, ids, executions)
-	return err
+	return slices.DeleteFunc(slices.Clone(rows), func(r T) bool { return !won[key(r)] }), nil
+}
+
+func itself(id claims.SessionID) claims.SessionID { return id }
+
+// TouchClaims sends claims to the back of their lane and returns those that no
+// other scanner has touched since they were read.
+func (s *Store) TouchClaims(ctx context.Context, cs []claims.Candidate) ([]claims.Candidate, error) {
+	ids, executions, dues := make([]string, len(cs)), make([]string, len(cs)), make([]time.Time, len(cs))
+	for i, c := range cs {
+		ids[i], executions[i], dues[i] = string(c.Session), string(c.Execution), c.DueAt
+	}
+	return touch(ctx, s, "touch_claims", sql.TouchClaims, cs, func(c claims.Candidate) claims.SessionID { return c.Session },
+		pgx.RowTo[claims.SessionID], ids, executions, dues)
 }
 
 // TakeOver makes an expired running claim the scanner's: a new execution id,
@@ -89,7 +115,13 @@ func (s *Store) TakeOver(ctx context.Context, c claims.Candidate, holder claims.
 			claim = claims.Claim{Session: t.id, Execution: as, Holder: holder, Epoch: t.s.epoch}
 			return nil
 		}
-		if t.c == nil || t.c.execution != c.Execution || claims.Next(t.c.state(""), claims.OpScan) != claims.TakeOver {
+		if t.c == nil || t.c.execution != c.Execution {
+			return claims.ErrFenced
+		}
+		if err := t.expired(ctx); err != nil {
+			return err
+		}
+		if claims.Next(t.c.state(""), claims.OpScan) != claims.TakeOver {
 			return claims.ErrFenced
 		}
 		var live bool
@@ -100,12 +132,15 @@ func (s *Store) TakeOver(ctx context.Context, c claims.Candidate, holder claims.
 			return claims.ErrFenced
 		}
 		t.s.epoch++
-		t.s.takeovers++
+		if !t.c.scanner { // a scanner that died is not the session's doing
+			t.s.takeovers++
+		}
 		execution := string(as)
 		t.s.execution = &execution
 		claim = claims.Claim{Session: t.id, Execution: as, Holder: holder, Epoch: t.s.epoch}
 		verdict := t.c.verdict.Raise(t.c.revoked)
-		return t.must(ctx, sql.ClaimTakeOver, string(t.id), string(c.Execution), execution, string(holder), t.s.epoch, string(verdict))
+		t.must(sql.ClaimTakeOver, string(t.id), string(c.Execution), execution, string(holder), t.s.epoch, string(verdict))
+		return nil
 	})
 	return claim, err
 }
@@ -130,13 +165,12 @@ func (t *txn) recoveryClaim(claim claims.Claim) error {
 // (see Refused).
 func (s *Store) Convert(ctx context.Context, claim claims.Claim, limits claims.Limits, token *claims.Token) (claims.Settlement, error) {
 	var settled claims.Settlement
-	err := s.session(ctx, "convert", claim.Session, token, false, func(ctx context.Context, t *txn) error {
+	err := s.session(ctx, "convert", claim.Session, token, false, func(ctx context.Context, t *txn) (err error) {
 		if t.done {
-			settled = t.settledBefore(claims.OutcomeRecovered)
-			return nil
+			settled, err = t.settledBefore(claim.Execution)
+			return err
 		}
-		err := t.recoveryClaim(claim)
-		if err != nil {
+		if err := t.recoveryClaim(claim); err != nil {
 			return err
 		}
 		settled, err = t.convert(ctx, limits)
@@ -177,21 +211,20 @@ func (t *txn) convert(ctx context.Context, limits claims.Limits) (claims.Settlem
 	return t.end(ctx, claims.OutcomeRecovered, remove)
 }
 
-func (t *txn) recoveryRemoval(ctx context.Context) error {
-	return t.must(ctx, sql.RemoveRecoveryClaim, string(t.id), string(t.c.execution))
+func (t *txn) recoveryRemoval() {
+	t.must(sql.RemoveRecoveryClaim, string(t.id), string(t.c.execution))
 }
 
 // ConversionFailed quarantines a claim that was taken over and that the
 // database refuses to convert. Error: claims.ErrFenced.
 func (s *Store) ConversionFailed(ctx context.Context, claim claims.Claim, detail string, token *claims.Token) (claims.Settlement, error) {
 	var settled claims.Settlement
-	err := s.session(ctx, "quarantine", claim.Session, token, false, func(ctx context.Context, t *txn) error {
+	err := s.session(ctx, "quarantine", claim.Session, token, false, func(ctx context.Context, t *txn) (err error) {
 		if t.done {
-			settled = t.settledBefore(claims.OutcomeQuarantined)
-			return nil
+			settled, err = t.settledBefore(claim.Execution)
+			return err
 		}
-		err := t.recoveryClaim(claim)
-		if err != nil {
+		if err := t.recoveryClaim(claim); err != nil {
 			return err
 		}
 		settled, err = t.quarantineClaim(ctx, "claims", &claims.Poison{Reason: claims.ReasonConversionFailed, Detail: detail}, t.recoveryRemoval)
@@ -208,22 +241,21 @@ func (s *Store) EndExpired(ctx context.Context, c claims.Candidate, uncertainInt
 	var settled claims.Settlement
 	err := s.session(ctx, "end_expired", c.Session, token, false, func(ctx context.Context, t *txn) (err error) {
 		if t.done {
-			settled = t.settledBefore(claims.OutcomeQuarantined)
-			if c.Phase == claims.Cancelled {
-				settled.Outcome = claims.OutcomeDeclined
-			}
-			return nil
+			settled, err = t.settledBefore(c.Execution)
+			return err
 		}
 		if t.c == nil || t.c.execution != c.Execution {
 			return claims.ErrFenced
+		}
+		if err := t.expired(ctx); err != nil {
+			return err
 		}
 		t.ran = t.c.ranAs
 		if t.c.stepID != nil {
 			t.step = claims.StepID(*t.c.stepID)
 		}
-		remove := func(ctx context.Context) error {
-			return t.must(ctx, sql.RemoveExpiredClaim, string(t.id), string(c.Execution), string(t.c.phase))
-		}
+		phase := string(t.c.phase)
+		remove := func() { t.must(sql.RemoveExpiredClaim, string(t.id), string(c.Execution), phase) }
 		never := t.c.revoked == claims.NeverJoined
 		switch claims.Next(t.c.state(""), claims.OpScan) {
 		case claims.Remove:
@@ -254,50 +286,105 @@ func (s *Store) EndExpired(ctx context.Context, c claims.Candidate, uncertainInt
 func (s *Store) DueContinuations(ctx context.Context, limit int) ([]claims.DueContinuation, error) {
 	return query(ctx, s, "due_continuations", sql.DueContinuations, func(row pgx.CollectableRow) (claims.DueContinuation, error) {
 		var d claims.DueContinuation
-		err := row.Scan(&d.Session, &d.Number, &d.Body, &d.Epoch, &d.Unstarted)
+		err := row.Scan(&d.Session, &d.Number, &d.Body, &d.Epoch, &d.Unstarted, &d.Superseded)
 		return d, err
 	}, allShards, int64(limit))
 }
 
-// TouchContinuations sends continuations to the back of their lane, for a time.
-func (s *Store) TouchContinuations(ctx context.Context, ds []claims.DueContinuation, again time.Duration) error {
+// TouchContinuations sends continuations to the back of their lane, for a time,
+// and returns those that no other scanner has touched meanwhile.
+func (s *Store) TouchContinuations(ctx context.Context, ds []claims.DueContinuation, again time.Duration) ([]claims.DueContinuation, error) {
+	type key struct {
+		id     claims.SessionID
+		number int64
+	}
 	ids, numbers := make([]string, len(ds)), make([]int64, len(ds))
 	for i, d := range ds {
 		ids[i], numbers[i] = string(d.Session), d.Number
 	}
-	_, err := s.exec(ctx, "touch_continuations", sql.TouchContinuations, ids, numbers, again.Microseconds())
-	return err
+	return touch(ctx, s, "touch_continuations", sql.TouchContinuations, ds,
+		func(d claims.DueContinuation) key { return key{d.Session, d.Number} },
+		func(row pgx.CollectableRow) (key, error) {
+			var k key
+			err := row.Scan(&k.id, &k.number)
+			return k, err
+		}, ids, numbers, again.Microseconds())
 }
 
 // QuarantineContinuation quarantines a session for a continuation that is
-// poison, where there is no claim, it is unstarted, unchanged, and there is no
+// poison, judged again under the fence: no claim, unstarted, unchanged, no
 // quarantine (I28); else claims.ErrFenced.
-func (s *Store) QuarantineContinuation(ctx context.Context, d claims.DueContinuation, bad *claims.Poison, token *claims.Token) error {
-	return s.session(ctx, "quarantine", d.Session, token, false, func(ctx context.Context, t *txn) error {
+func (s *Store) QuarantineContinuation(ctx context.Context, d claims.DueContinuation, token *claims.Token) error {
+	return s.session(ctx, "quarantine", d.Session, token, true, func(ctx context.Context, t *txn) error {
 		if t.done {
 			return nil
 		}
 		var body string
-		err := t.tx.QueryRow(ctx, sql.GetContinuation, string(t.id), d.Number).Scan(&body)
+		var superseded bool
+		err := t.tx.QueryRow(ctx, sql.GetContinuation, string(t.id), d.Number).Scan(&body, &superseded)
 		if errors.Is(err, pgx.ErrNoRows) || err == nil && (body != d.Body || !t.idle()) {
 			return claims.ErrFenced
 		}
 		if err != nil {
 			return err
 		}
+		_, bad := claims.DecodeContinuation(t.id, d.Number, t.s.epoch, []byte(body))
+		switch {
+		case bad == nil && superseded:
+			bad = claims.SupersededContinuation(d.Number)
+		case bad == nil:
+			return claims.ErrFenced // it was poison to who read it, and is not
+		}
 		return t.quarantineContinuation(ctx, "recovery", &head{bad: bad, badNumber: d.Number, badBody: body})
 	})
 }
 
-// DueSessions reads at most limit ready sessions that a scanner should look at.
+// sweepRounds bounds how many batches of marks that are not needed any more one
+// read of due sessions takes away.
+const sweepRounds = 10
+
+// DueSessions reads at most limit ready sessions that a scanner should look
+// at. Sessions that are still marked and not ready it passes over and unmarks.
 func (s *Store) DueSessions(ctx context.Context, limit int) ([]claims.SessionID, error) {
-	return query(ctx, s, "due_sessions", sql.DueSessions, pgx.RowTo[claims.SessionID], allShards, int64(limit))
+	type row struct {
+		id    claims.SessionID
+		ready bool
+	}
+	var ready []claims.SessionID
+	for range sweepRounds {
+		rows, err := query(ctx, s, "due_sessions", sql.DueSessions, func(r pgx.CollectableRow) (row, error) {
+			var v row
+			err := r.Scan(&v.id, &v.ready)
+			return v, err
+		}, allShards, int64(limit))
+		if err != nil {
+			return nil, err
+		}
+		var marked []claims.SessionID
+		ready = ready[:0]
+		for _, r := range rows {
+			if r.ready {
+				ready = append(ready, r.id)
+			} else {
+				marked = append(marked, r.id)
+			}
+		}
+		if len(marked) > 0 {
+			if _, err := s.TouchSessions(ctx, marked, 0); err != nil {
+				return nil, err
+			}
+		}
+		if len(marked) == 0 || len(rows) < limit {
+			break
+		}
+	}
+	return ready, nil
 }
 
-// TouchSessions sends ready sessions to the back of their lane, for a time.
-func (s *Store) TouchSessions(ctx context.Context, ids []claims.SessionID, again time.Duration) error {
-	_, err := s.exec(ctx, "touch_sessions", sql.TouchSessions, texts(ids), again.Microseconds())
-	return err
+// TouchSessions sends ready sessions to the back of their lane, for a time, and
+// returns those that no other scanner has touched meanwhile.
+func (s *Store) TouchSessions(ctx context.Context, ids []claims.SessionID, again time.Duration) ([]claims.SessionID, error) {
+	return touch(ctx, s, "touch_sessions", sql.TouchSessions, ids, itself, pgx.RowTo[claims.SessionID], texts(ids), again.Microseconds())
 }
 
 // DueRelays reads at most limit sessions whose unpublished events are overdue.
@@ -305,16 +392,34 @@ func (s *Store) DueRelays(ctx context.Context, limit int) ([]claims.SessionID, e
 	return query(ctx, s, "due_relays", sql.DueRelays, pgx.RowTo[claims.SessionID], allShards, int64(limit))
 }
 
-// TouchRelays sends sessions to the back of the relay lane, for a time.
-func (s *Store) TouchRelays(ctx context.Context, ids []claims.SessionID, again time.Duration) error {
-	_, err := s.exec(ctx, "touch_relays", sql.TouchRelays, texts(ids), again.Microseconds())
-	return err
+// TouchRelays sends sessions to the back of the relay lane, for a time, and
+// returns those that no other scanner has touched meanwhile.
+func (s *Store) TouchRelays(ctx context.Context, ids []claims.SessionID, again time.Duration) ([]claims.SessionID, error) {
+	return touch(ctx, s, "touch_relays", sql.TouchRelays, ids, itself, pgx.RowTo[claims.SessionID], texts(ids), again.Microseconds())
+}
+
+// Quarantined counts the quarantined sessions by reason.
+func (s *Store) Quarantined(ctx context.Context) (map[claims.Reason]int64, error) {
+	type row struct {
+		reason claims.Reason
+		n      int64
+	}
+	rows, err := query(ctx, s, "quarantined", sql.Quarantined, func(r pgx.CollectableRow) (row, error) {
+		var v row
+		err := r.Scan(&v.reason, &v.n)
+		return v, err
+	})
+	out := make(map[claims.Reason]int64, len(rows))
+	for _, r := range rows {
+		out[r.reason] = r.n
+	}
+	return out, err
 }
 
 // DeleteDeadLeases deletes leases that expired longer ago than kept and that no
 // claim names.
 func (s *Store) DeleteDeadLeases(ctx context.Context, kept time.Duration) error {
-	_, err := s.exec(ctx, "delete_dead_leases", sql.DeleteDeadLeases, kept.Microseconds())
+	_, err := s.exec(ctx, "delete_dead_leases", pgx.Serializable, sql.DeleteDeadLeases, kept.Microseconds())
 	return err
 }
 

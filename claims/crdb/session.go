@@ -68,7 +68,8 @@ type txn struct {
 	s     sessionRow
 	c     *claimRow // nil: none
 
-	done   bool // in doubt, and the token was found: body only reads
+	done   bool            // in doubt, and the token was found: body only reads
+	before []claims.Record // what it had appended
 	token  string
 	trace  string
 	ran    claims.ExecutionID // stamped on events; empty: none
@@ -76,6 +77,12 @@ type txn struct {
 	lines  []string
 	types  []claims.EventType
 	events error // the first event that could not be made
+
+	// newDue is when what a new session brings is due; nil: nothing.
+	newDue *time.Time
+
+	batch  pgx.Batch
+	misses []error // one for each statement of batch
 }
 
 // session runs body on a locked session. Where the session does not exist,
@@ -84,8 +91,8 @@ type txn struct {
 // found, body sees txn.done and nothing that it changes is written.
 func (s *Store) session(ctx context.Context, op string, id claims.SessionID, token *claims.Token, create bool, body func(context.Context, *txn) error) error {
 	var types []claims.EventType
-	err := s.run(ctx, op, token, func(ctx context.Context, tx pgx.Tx) error {
-		t := &txn{tx: tx, opts: &s.opts, id: id}
+	err := s.run(ctx, op, pgx.Serializable, token, func(ctx context.Context, tx pgx.Tx) error {
+		t := &txn{tx: tx, opts: &s.opts, id: id, isNew: create && !s.seen.has(id)}
 		if token != nil {
 			t.token = token.ID
 		}
@@ -93,7 +100,7 @@ func (s *Store) session(ctx context.Context, op string, id claims.SessionID, tok
 			return err
 		}
 		if token != nil && token.Doubt && token.ID != "" {
-			if err := tx.QueryRow(ctx, sql.FindToken, string(id), token.ID).Scan(&t.done); err != nil {
+			if err := t.findToken(ctx); err != nil {
 				return err
 			}
 		}
@@ -101,13 +108,39 @@ func (s *Store) session(ctx context.Context, op string, id claims.SessionID, tok
 			return err
 		}
 		types = t.types
-		return t.flush(ctx)
+		err := t.flush(ctx)
+		if errors.Is(err, errExists) {
+			s.seen.add(id)
+		}
+		return err
 	})
 	if err != nil {
 		return fmt.Errorf("session %s: %w", id, err)
 	}
+	s.seen.add(id)
 	for _, t := range types {
 		s.appended.WithLabelValues(string(t)).Inc()
+	}
+	return nil
+}
+
+// findToken looks for what an earlier try of this operation appended.
+func (t *txn) findToken(ctx context.Context) error {
+	var lines string
+	err := t.tx.QueryRow(ctx, sql.FindToken, string(t.id), t.token).Scan(&lines)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	t.done = true
+	for line := range strings.SplitSeq(lines, "\n") {
+		r, err := claims.ParseRecord([]byte(line))
+		if err != nil {
+			return err
+		}
+		t.before = append(t.before, r)
 	}
 	return nil
 }
@@ -119,7 +152,17 @@ func shardOf(id claims.SessionID) int64 {
 	return int64(h.Sum32() % shards)
 }
 
+// errExists: a session that was taken for new is there.
+var errExists = errors.New("session exists")
+
+// load locks the session and reads it with its claim. One that nobody here has
+// seen is taken for new, without looking: on PostgreSQL the look would lock the
+// index page into which all other new sessions go. Its insert tells the truth.
 func (t *txn) load(ctx context.Context, create bool) error {
+	if t.isNew {
+		t.s = sessionRow{shard: shardOf(t.id)}
+		return t.tx.QueryRow(ctx, sql.Now).Scan(&t.now)
+	}
 	b := &pgx.Batch{}
 	b.Queue(sql.Now)
 	b.Queue(sql.LockSession, string(t.id))
@@ -147,7 +190,7 @@ func (t *txn) load(ctx context.Context, create bool) error {
 		if !create {
 			return claims.ErrFenced
 		}
-		t.isNew = true
+		t.isNew = true // seen, and yet not there: its transaction was rolled back, or a test's
 		t.s = sessionRow{shard: shardOf(t.id)}
 		return res.Close()
 	}
@@ -188,6 +231,35 @@ func (t *txn) own(e claims.ExecutionID, op claims.Op) (claims.Effect, error) {
 		t.step = claims.StepID(*t.c.stepID)
 	}
 	return effect, nil
+}
+
+// settledBefore answers an operation whose earlier try did commit: how it ended
+// the execution, and, where it did not, whether that is still ours.
+func (t *txn) settledBefore(execution claims.ExecutionID) (claims.Settlement, error) {
+	for _, r := range t.before {
+		if r.Type != claims.ExecutionEnded {
+			continue
+		}
+		var d claims.ExecutionEndedData
+		if err := json.Unmarshal(r.Data, &d); err != nil {
+			return claims.Settlement{}, err
+		}
+		out := claims.Settlement{Outcome: d.Outcome, Ready: t.s.readyAt != nil && !t.s.readyAt.After(t.now)}
+		for _, r := range t.before {
+			if r.Type == claims.SessionQuarantined {
+				var q claims.QuarantinedData
+				if err := json.Unmarshal(r.Data, &q); err != nil {
+					return claims.Settlement{}, err
+				}
+				out.Reason = q.Reason
+			}
+		}
+		return out, nil
+	}
+	if t.c == nil || t.c.execution != execution {
+		return claims.Settlement{}, claims.ErrFenced // it did not end, and was taken over since
+	}
+	return claims.Settlement{Again: true}, nil
 }
 
 // event appends an event under the execution and step at hand.
@@ -240,40 +312,90 @@ func (t *txn) content(tail []claims.Content) {
 	}
 }
 
-// flush writes the events and the session's row.
+// queue adds a statement to those that flush sends together, and what it means
+// where it does not write exactly one row.
+func (t *txn) queue(miss error, statement string, args ...any) {
+	t.batch.Queue(statement, args...)
+	t.misses = append(t.misses, miss)
+}
+
+// must queues a fenced write that the read of this transaction allows. No row
+// means that it moved in between; the transaction is tried again. It is for
+// what this transaction does not read again: claims, events, the session.
+func (t *txn) must(statement string, args ...any) {
+	t.queue(errAgain, statement, args...)
+}
+
+// atOnce runs a write of one row that this transaction may read again.
+func (t *txn) atOnce(ctx context.Context, statement string, args ...any) error {
+	tag, err := t.tx.Exec(ctx, statement, args...)
+	if err == nil && tag.RowsAffected() != 1 {
+		err = errAgain
+	}
+	return err
+}
+
+// flush sends what is queued with the events and the session's row, in one
+// round trip.
 func (t *txn) flush(ctx context.Context) error {
 	if t.events != nil {
 		return t.events
 	}
-	b := &pgx.Batch{}
 	s := &t.s
+	id := []string{string(t.id)}
 	if n := int64(len(t.lines)); n > 0 {
 		if s.relayDueAt == nil {
 			due := t.now.Add(t.opts.RelayGrace)
 			s.relayDueAt = &due
 		}
-		b.Queue(sql.InsertEvents, []string{string(t.id)}, []int64{s.lastSeq}, []int64{s.lastSeq - n + 1}, []int64{s.epoch},
+		t.must(sql.InsertEvents, id, []int64{s.lastSeq}, []int64{s.lastSeq - n + 1}, []int64{s.epoch},
 			[]string{t.token}, []string{strings.Join(t.lines, "\n")}, []time.Time{t.now})
 	}
-	b.Queue(sql.SaveSessions, []string{string(t.id)}, []int64{s.shard}, []int64{s.epoch}, []*string{s.execution}, []*string{s.quarantine},
-		[]int64{s.lastSeq}, []int64{s.commandSeq}, []int64{s.commandTime}, []int64{s.position},
-		[]int64{s.unarmed}, []int64{s.armed}, []int64{s.delayed}, []int64{s.wakes}, []int64{s.wakesServed}, []*time.Time{s.wokenAt},
-		[]int64{s.promised}, []int64{s.continuations}, []int64{s.takeovers},
-		[]*time.Time{s.readyAt}, []*time.Time{s.readyDueAt}, []*time.Time{s.relayDueAt}, []time.Time{t.now})
-	return t.tx.SendBatch(ctx, b).Close()
-}
-
-// must runs a fenced write that the read of this transaction allows. No row
-// means that it moved in between; the transaction is tried again.
-func (t *txn) must(ctx context.Context, statement string, args ...any) error {
-	tag, err := t.tx.Exec(ctx, statement, args...)
-	if err != nil {
-		return err
+	row := []any{
+		id,
+		[]int64{s.shard},
+		[]int64{s.epoch},
+		[]*string{s.execution},
+		[]*string{s.quarantine},
+		[]int64{s.lastSeq},
+		[]int64{s.commandSeq},
+		[]int64{s.commandTime},
+		[]int64{s.position},
+		[]int64{s.unarmed},
+		[]int64{s.armed},
+		[]int64{s.delayed},
+		[]int64{s.wakes},
+		[]int64{s.wakesServed},
+		[]*time.Time{s.wokenAt},
+		[]int64{s.promised},
+		[]int64{s.continuations},
+		[]int64{s.takeovers},
+		[]*time.Time{s.readyAt},
+		[]*time.Time{s.readyDueAt},
+		[]*time.Time{s.relayDueAt},
+		[]time.Time{t.now},
 	}
-	if tag.RowsAffected() != 1 {
-		return errAgain
+	if t.isNew { // first: where it is there, what follows means nothing
+		rest := t.batch
+		t.batch = pgx.Batch{}
+		t.batch.Queue(sql.InsertSessions, row...)
+		t.batch.QueuedQueries = append(t.batch.QueuedQueries, rest.QueuedQueries...)
+		t.misses = append([]error{errExists}, t.misses...)
+	} else {
+		t.must(sql.SaveSessions, row...)
 	}
-	return nil
+	res := t.tx.SendBatch(ctx, &t.batch)
+	for _, miss := range t.misses {
+		tag, err := res.Exec()
+		if err == nil && tag.RowsAffected() != 1 {
+			err = miss
+		}
+		if err != nil {
+			_ = res.Close() // the first error is the one to tell
+			return err
+		}
+	}
+	return res.Close()
 }
 
 // head is what would start next of a session (design.md section 1).
@@ -295,7 +417,7 @@ func (h *head) empty() bool {
 // wakeDelayed makes the delayed bare wakes that are due into plain ones, which
 // arm what was admitted.
 func (t *txn) wakeDelayed(ctx context.Context) error {
-	if t.s.delayed == 0 {
+	if t.s.delayed == 0 || t.isNew {
 		return nil
 	}
 	tag, err := t.tx.Exec(ctx, sql.TakeDueWakes, string(t.id), t.now)
@@ -339,10 +461,14 @@ func (t *txn) head(ctx context.Context) (*head, error) {
 	if t.s.continuations > 0 {
 		var number int64
 		var body string
-		err := t.tx.QueryRow(ctx, sql.DueContinuation, string(t.id), t.now).Scan(&number, &body)
+		var superseded bool
+		err := t.tx.QueryRow(ctx, sql.DueContinuation, string(t.id), t.now).Scan(&number, &body, &superseded)
 		switch {
 		case err == nil:
-			if h.continuation, h.bad = claims.DecodeContinuation(t.id, number, t.s.epoch, []byte(body)); h.bad != nil {
+			if h.continuation, h.bad = claims.DecodeContinuation(t.id, number, t.s.epoch, []byte(body)); h.bad == nil && superseded {
+				h.continuation, h.bad = nil, claims.SupersededContinuation(number)
+			}
+			if h.bad != nil {
 				h.badNumber, h.badBody = number, body
 			}
 			return h, nil
@@ -350,7 +476,7 @@ func (t *txn) head(ctx context.Context) (*head, error) {
 			return nil, err
 		}
 	}
-	if t.s.armed == 0 {
+	if t.s.armed == 0 || t.isNew { // what is new and due is started directly
 		return h, nil
 	}
 	rows, err := t.tx.Query(ctx, sql.DueInputs, string(t.id), t.now)
@@ -457,8 +583,8 @@ func inputIDs(inputs []claims.Input) []string {
 
 // consume takes a continuation out.
 func (t *txn) consume(ctx context.Context, number int64) error {
-	t.s.continuations--
-	return t.must(ctx, sql.DeleteContinuation, string(t.id), number)
+	t.s.continuations = max(0, t.s.continuations-1) // a row that somebody else put there was not counted
+	return t.atOnce(ctx, sql.DeleteContinuation, string(t.id), number)
 }
 
 // inputs reads the inputs that a continuation gives again. Those past their
@@ -483,12 +609,31 @@ func (t *txn) openStep() (*claims.OpenStep, error) {
 	if t.c.stepID == nil {
 		return nil, nil
 	}
-	o, bad := claims.DecodeStep(t.id, claims.StepID(*t.c.stepID), t.s.epoch, []byte(*t.c.step))
+	o, bad := claims.DecodeStep(t.stands(), []byte(*t.c.step))
 	if bad != nil {
 		return nil, bad
 	}
 	t.trace = o.Trace
 	return o, nil
+}
+
+// stands is what the claim says of its open step.
+func (t *txn) stands() claims.Stands {
+	return claims.Stands{Session: t.id, Step: claims.StepID(*t.c.stepID), RanAs: t.c.ranAs, Started: int(t.c.steps), Epoch: t.s.epoch}
+}
+
+// expired confirms that the claim's lease is expired, and not only was by the
+// transaction's snapshot. It does nothing for a claim that is revoked.
+func (t *txn) expired(ctx context.Context) error {
+	if t.c.revoked != claims.None {
+		return nil
+	}
+	err := t.tx.QueryRow(ctx, sql.LockLease, string(t.c.holder)).Scan(&t.c.leaseLive)
+	if errors.Is(err, pgx.ErrNoRows) { // a holder without a lease is dead
+		t.c.leaseLive = false
+		return nil
+	}
+	return err
 }
 
 // promise writes a continuation.
@@ -500,8 +645,7 @@ func (t *txn) promise(ctx context.Context, c *claims.Continuation) error {
 	if err != nil {
 		return err
 	}
-	_, err = t.tx.Exec(ctx, sql.InsertContinuation, string(t.id), c.Number, t.s.shard, c.NotBefore, c.NotBefore.Add(t.opts.AnnounceGrace), string(body))
-	return err
+	return t.atOnce(ctx, sql.InsertContinuation, string(t.id), c.Number, t.s.shard, string(c.Lineage), c.NotBefore, c.NotBefore.Add(t.opts.AnnounceGrace), string(body))
 }
 
 // rearm computes when the session is ready from what is pending (I22), and
@@ -509,10 +653,11 @@ func (t *txn) promise(ctx context.Context, c *claims.Continuation) error {
 // every change of what is pending while there is none.
 func (t *txn) rearm(ctx context.Context) (ready bool, err error) {
 	s := &t.s
-	s.readyAt, s.readyDueAt = nil, nil
+	s.readyAt = nil
 	if s.execution != nil || s.quarantine != nil {
 		return false, nil
 	}
+	var ordinary *time.Time // without the continuations, which have a lane of their own
 	earliest := func(at *time.Time) {
 		if at != nil && (s.readyAt == nil || at.Before(*s.readyAt)) {
 			s.readyAt = at
@@ -525,10 +670,14 @@ func (t *txn) rearm(ctx context.Context) (ready bool, err error) {
 		there     bool
 		statement string
 	}{
-		{s.armed > 0, sql.NextInputDue},
-		{s.delayed > 0, sql.NextWakeDue},
+		{s.armed > 0 && !t.isNew, sql.NextInputDue},
+		{s.delayed > 0 && !t.isNew, sql.NextWakeDue},
 		{s.continuations > 0, sql.NextContinuationDue},
 	} {
+		if q.statement == sql.NextContinuationDue {
+			earliest(t.newDue)
+			ordinary = s.readyAt
+		}
 		if !q.there || s.readyAt != nil && !s.readyAt.After(t.now) {
 			continue
 		}
@@ -538,33 +687,37 @@ func (t *txn) rearm(ctx context.Context) (ready bool, err error) {
 		}
 		earliest(at)
 	}
-	if s.readyAt == nil {
-		return false, nil
+	ready = s.readyAt != nil && !s.readyAt.After(t.now)
+	if ordinary == nil {
+		return ready, nil
 	}
 	// A head that is due now is announced by who made it so; a later one by the
 	// scanner, at its time.
-	due := *s.readyAt
-	if ready = !due.After(t.now); ready {
+	due := *ordinary
+	if !due.After(t.now) {
 		due = t.now.Add(t.opts.AnnounceGrace)
 	}
-	s.readyDueAt = &due
+	// The scanner's mark is indexed, and so it is only moved to an earlier time,
+	// and never taken back here: the scanner does that, when it finds the session
+	// not ready. A session that is claimed and settled leaves the index alone.
+	if s.readyDueAt == nil || s.readyDueAt.After(due.Add(t.opts.AnnounceGrace)) {
+		s.readyDueAt = &due
+	}
 	return ready, nil
 }
 
 // end is the one place that ends an execution (I22): its event, the claim's
 // removal by the statement of who removes it, and the rearming of what is
 // pending, together.
-func (t *txn) end(ctx context.Context, outcome claims.ExecutionOutcome, remove func(context.Context) error) (claims.Settlement, error) {
+func (t *txn) end(ctx context.Context, outcome claims.ExecutionOutcome, remove func()) (claims.Settlement, error) {
 	t.executionEvent(claims.ExecutionEnded, claims.ExecutionEndedData{Outcome: outcome})
-	if err := remove(ctx); err != nil {
-		return claims.Settlement{}, err
-	}
+	remove()
 	t.c, t.s.execution = nil, nil
 	ready, err := t.rearm(ctx)
 	return claims.Settlement{Outcome: outcome, Ready: ready}, err
 }
 
 // ownRemoval removes a claim as its owner, in the phase that was read.
-func (t *txn) ownRemoval(ctx context.Context) error {
-	return t.must(ctx, sql.RemoveClaims, []string{string(t.id)}, []string{string(t.c.execution)}, []string{string(t.c.phase)})
+func (t *txn) ownRemoval() {
+	t.must(sql.RemoveClaims, []string{string(t.id)}, []string{string(t.c.execution)}, []string{string(t.c.phase)})
 }

@@ -41,6 +41,11 @@ const (
 	maxAttempts = 30
 	firstPause  = 2 * time.Millisecond
 	longestWait = 250 * time.Millisecond
+	// beatConns: a heartbeat, and a read beside it.
+	beatConns = 2
+	// connectTimeout bounds a connection's start; it is longer than an attempt,
+	// since starting anew is what a slow server can bear least.
+	connectTimeout = 10 * time.Second
 	// shards spreads the due indexes: a hot range on CockroachDB, a hot page on
 	// PostgreSQL, is what one ordered head would be.
 	shards = 8
@@ -87,10 +92,12 @@ func (o Options) withDefaults() Options {
 // Store executes the operations of Reveille on one database.
 type Store struct {
 	pool *pgxpool.Pool
-	// beat is a connection of its own: a heartbeat must not wait behind work
-	// for a connection of the pool (I17).
+	// beat has connections of its own: a heartbeat, and what is read after it,
+	// must not wait behind work for a connection of the pool (I17).
 	beat *pgxpool.Pool
 	opts Options
+	// seen are sessions that are known to exist; it is a hint.
+	seen seen
 
 	retries   *prometheus.CounterVec
 	ambiguous *prometheus.CounterVec
@@ -118,7 +125,7 @@ func Open(ctx context.Context, url string, o Options) (*Store, error) {
 	if s.pool, err = newPool(ctx, url, o, o.MaxConns); err != nil {
 		return nil, err
 	}
-	if s.beat, err = newPool(ctx, url, o, 1); err != nil {
+	if s.beat, err = newPool(ctx, url, o, beatConns); err != nil {
 		s.pool.Close()
 		return nil, err
 	}
@@ -140,7 +147,7 @@ func (s *Store) Collectors() []prometheus.Collector {
 func (s *Store) Ping(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, s.opts.Timeout)
 	defer cancel()
-	return s.pool.Ping(ctx)
+	return s.beat.Ping(ctx)
 }
 
 func newPool(ctx context.Context, url string, o Options, conns int32) (*pgxpool.Pool, error) {
@@ -150,7 +157,7 @@ func newPool(ctx context.Context, url string, o Options, conns int32) (*pgxpool.
 	}
 	cfg.MaxConns = conns
 	cfg.MaxConnLifetimeJitter = 5 * time.Minute
-	cfg.ConnConfig.ConnectTimeout = o.Timeout
+	cfg.ConnConfig.ConnectTimeout = connectTimeout
 	cfg.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable"
 	cfg.ConnConfig.RuntimeParams["application_name"] = o.AppName
 	cfg.AfterConnect = prepareConn
@@ -158,7 +165,7 @@ func newPool(ctx context.Context, url string, o Options, conns int32) (*pgxpool.
 	if err != nil {
 		return nil, fmt.Errorf("database: %w", err)
 	}
-	ctx, cancel := context.WithTimeout(ctx, o.Timeout)
+	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
 	if err := pool.Ping(ctx); err != nil {
 		pool.Close()
@@ -192,17 +199,20 @@ func prepareConn(ctx context.Context, c *pgx.Conn) error {
 // and its write that the database let through.
 var errAgain = errors.New("claim moved under the transaction")
 
-// run executes body in one serializable transaction and retries it from BEGIN
+// run executes body in one transaction and retries it from BEGIN
 // on a serialization failure, a deadlock, or a connection lost before COMMIT
 // was sent. body may run many times and has no side effects. A COMMIT whose
 // outcome is unknown sets token.Doubt and is run again, for the body to find
 // its token; without a token it answers claims.ErrOutcomeUnknown at once.
-func (s *Store) run(ctx context.Context, op string, token *claims.Token, body func(context.Context, pgx.Tx) error) error {
+func (s *Store) run(ctx context.Context, op string, level pgx.TxIsoLevel, token *claims.Token, body func(context.Context, pgx.Tx) error) error {
 	pause := firstPause
 	for attempt := 1; ; attempt++ {
-		class, err := s.attempt(ctx, body)
+		class, err := s.attempt(ctx, level, body)
 		if err == nil {
 			return nil
+		}
+		if errors.Is(err, errExists) { // it is seen now: no conflict to sit out
+			continue
 		}
 		switch class {
 		case retryable:
@@ -229,10 +239,19 @@ func (s *Store) run(ctx context.Context, op string, token *claims.Token, body fu
 }
 
 // attempt runs body once. The class says what a retry of its error would mean.
-func (s *Store) attempt(ctx context.Context, body func(context.Context, pgx.Tx) error) (class, error) {
+func (s *Store) attempt(ctx context.Context, level pgx.TxIsoLevel, body func(context.Context, pgx.Tx) error) (class, error) {
+	// The time of an attempt begins when it has a connection, and the wait for one
+	// is the caller's to bound. Otherwise, where many wait, each would get a
+	// connection with no time left to use it, break it off and have the next wait
+	// for a new one: a pool that is too busy for a moment would stay so.
+	conn, err := s.pool.Acquire(ctx)
+	if err != nil {
+		return classify(err, beforeCommit), err
+	}
+	defer conn.Release()
 	actx, cancel := context.WithTimeout(ctx, s.opts.Timeout)
 	defer cancel()
-	tx, err := s.pool.BeginTx(actx, pgx.TxOptions{IsoLevel: pgx.Serializable})
+	tx, err := conn.BeginTx(actx, pgx.TxOptions{IsoLevel: level})
 	if err != nil {
 		return classify(err, beforeCommit), err
 	}
@@ -257,26 +276,43 @@ func rollback(ctx context.Context, tx pgx.Tx, timeout time.Duration) {
 	_ = tx.Rollback(ctx)
 }
 
-// query reads outside of any transaction that writes; a single statement is
-// serializable too.
+// query reads outside of any transaction that writes, by one statement at READ
+// COMMITTED (which CockroachDB may raise). What is read so decides nothing by
+// itself: whoever acts on it does so under a fence of its own. At SERIALIZABLE
+// these reads would make PostgreSQL abort the owners that write beside them.
 func query[T any](ctx context.Context, s *Store, op, statement string, scan pgx.RowToFunc[T], args ...any) ([]T, error) {
-	ctx, cancel := context.WithTimeout(ctx, s.opts.Timeout)
-	defer cancel()
-	rows, err := s.pool.Query(ctx, statement, args...)
+	return queryOn(ctx, s, s.pool, op, statement, scan, args...)
+}
+
+func queryOn[T any](ctx context.Context, s *Store, pool *pgxpool.Pool, op, statement string, scan pgx.RowToFunc[T], args ...any) ([]T, error) {
+	conn, err := pool.Acquire(ctx) // see attempt
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", op, err)
 	}
-	out, err := pgx.CollectRows(rows, scan)
+	defer conn.Release()
+	ctx, cancel := context.WithTimeout(ctx, s.opts.Timeout)
+	defer cancel()
+	var out []T
+	err = pgx.BeginTxFunc(ctx, conn, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, statement, args...)
+		if err != nil {
+			return err
+		}
+		out, err = pgx.CollectRows(rows, scan)
+		return err
+	})
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", op, err)
 	}
 	return out, nil
 }
 
-// exec runs one idempotent statement as its own transaction, with run's retries.
-func (s *Store) exec(ctx context.Context, op, statement string, args ...any) (int64, error) {
+// exec runs one idempotent statement as its own transaction, with run's
+// retries. At READ COMMITTED it is for statements whose condition is on the row
+// that they write and on nothing else: relay marks and the scanner's touches.
+func (s *Store) exec(ctx context.Context, op string, level pgx.TxIsoLevel, statement string, args ...any) (int64, error) {
 	var tag pgconn.CommandTag
-	err := s.run(ctx, op, &claims.Token{}, func(ctx context.Context, tx pgx.Tx) (err error) {
+	err := s.run(ctx, op, level, &claims.Token{}, func(ctx context.Context, tx pgx.Tx) (err error) {
 		tag, err = tx.Exec(ctx, statement, args...)
 		return err
 	})

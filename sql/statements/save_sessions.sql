@@ -1,4 +1,4 @@
--- Writes sessions that this transaction has locked or found missing; the
+-- Writes sessions that this transaction has locked; the
 -- relay's mark is not among the columns, its owner is note_relayed.
 INSERT INTO sessions (session_id, shard, epoch, execution_id, quarantine_id, last_seq, relayed_seq,
                       command_seq, command_time, position, unarmed, armed, delayed, wakes, wakes_served, woken_at,

@@ -1,0 +1,1 @@
+SELECT reason, count(*) FROM quarantines GROUP BY reason
