@@ -1,0 +1,355 @@
+package bus
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"reveille/claims"
+)
+
+const (
+	// DefaultRetention is how long events, quarantine copies and rejected
+	// commands are kept.
+	DefaultRetention = 168 * time.Hour
+	// metadataID is the key of a stream's id in its metadata.
+	metadataID = "reveille-id"
+	// commandDedupe covers the retries of one publish (see publishPatience). It
+	// is small: an id is stream-wide and can swallow another's message.
+	commandDedupe = 30 * time.Second
+	// eventDedupe is as small as is useful: order and exactly-once come from the
+	// expected last sequence, and an id that somebody guessed must not hold an
+	// event up for long.
+	eventDedupe = time.Second
+	// copyDedupe keeps copies of quarantine events and rejected commands single
+	// through the redeliveries of a few minutes.
+	copyDedupe = 10 * time.Minute
+
+	ackWait           = 15 * time.Second // above the 9 s of the worst election
+	maxWaiting        = 16384            // can't be changed later, overflows silently
+	defaultAckPending = 4096
+
+	// minServer is 2.12: atomic batches and the fixes named in jetstream.md.
+	minServerMajor, minServerMinor = 2, 12
+
+	apiPrefix = "$JS.API."
+	// apiTimeout bounds one request to the JetStream API.
+	apiTimeout = 5 * time.Second
+)
+
+// ErrServerTooOld: the server is older than 2.12.
+var ErrServerTooOld = errors.New("NATS server is too old")
+
+// StreamOptions says how streams and consumers are made where they are missing.
+type StreamOptions struct {
+	Replicas  int           // 0 is 1
+	Retention time.Duration // of events, quarantine copies and rejected commands; 0 is DefaultRetention
+	// MaxClockSkew is waited before the command stream is created, so that
+	// whatever it stamps is newer than whatever an earlier one stamped (I18).
+	MaxClockSkew time.Duration
+	// MaxAckPending of the three durables: at least 4 × the slots of all
+	// workers. 0 is 4096.
+	MaxAckPending int
+
+	ackWait time.Duration // of the three durables; tests shorten it
+}
+
+func (o StreamOptions) withDefaults() StreamOptions {
+	if o.Replicas <= 0 {
+		o.Replicas = 1
+	}
+	if o.Retention <= 0 {
+		o.Retention = DefaultRetention
+	}
+	if o.MaxAckPending <= 0 {
+		o.MaxAckPending = defaultAckPending
+	}
+	if o.ackWait <= 0 {
+		o.ackWait = ackWait
+	}
+	return o
+}
+
+// Streams is what Ensure found or made.
+type Streams struct {
+	// CommandsID and ReadyID were made with their streams; durable names carry
+	// them, so that a late acknowledgement for a stream that was deleted can't
+	// remove a message of its successor (I18).
+	CommandsID, ReadyID string
+	// Findings are the differences to what this package would have made, one
+	// line each. Nothing of them was changed.
+	Findings []string
+}
+
+// Intake is the durable of admit and wake.
+func (s *Streams) Intake() string { return "intake-" + s.CommandsID }
+
+// Interrupts is the durable of interrupt: interrupts don't queue behind wakes.
+func (s *Streams) Interrupts() string { return "interrupts-" + s.CommandsID }
+
+// Ready is the durable of the announcements.
+func (s *Streams) Ready() string { return "ready-" + s.ReadyID }
+
+// Configs are the streams of a namespace as Ensure makes them, without their ids.
+func Configs(ns Namespace, o StreamOptions) []jetstream.StreamConfig {
+	o = o.withDefaults()
+	keep := func(name, subject string, dedupe time.Duration) jetstream.StreamConfig {
+		return jetstream.StreamConfig{
+			Name: name, Subjects: []string{subject}, Retention: jetstream.LimitsPolicy, MaxAge: o.Retention,
+			AllowDirect: true, Duplicates: min(dedupe, o.Retention), Replicas: o.Replicas,
+		}
+	}
+	events := keep(ns.EventStream(), ns.Event("*"), eventDedupe)
+	events.AllowAtomicPublish, events.DenyPurge, events.DenyDelete = true, true, true
+	return []jetstream.StreamConfig{
+		// Neither MaxBytes nor MaxMsgs on the work queues: they would drop
+		// unacknowledged work. No rollup and no schedules where tenants write:
+		// the one wipes a stream, the other enables the one.
+		{
+			Name: ns.CommandStream(), Retention: jetstream.WorkQueuePolicy,
+			Subjects: []string{
+				ns.Command(claims.Admit, "*"), ns.Command(claims.Wake, "*"), ns.Command(claims.Interrupt, "*"),
+			},
+			AllowDirect: true, DenyPurge: true, Duplicates: commandDedupe, Replicas: o.Replicas,
+		},
+		{
+			Name: ns.ReadyStream(), Subjects: []string{ns.ReadySubject("*")}, Retention: jetstream.WorkQueuePolicy,
+			MaxMsgsPerSubject: 1, Discard: jetstream.DiscardNew, DiscardNewPerSubject: true,
+			AllowDirect: true, Duplicates: eventDedupe, Replicas: o.Replicas,
+		},
+		events,
+		keep(ns.QuarantineStream(), ns.Quarantine("*"), copyDedupe),
+		keep(ns.RejectedStream(), ns.Rejected("*"), copyDedupe),
+	}
+}
+
+// Ensure creates the streams and durables that are missing and changes none
+// that exist. Any number of processes may do it at once; all end with the same
+// streams and ids. It makes one attempt: where the server does not answer, the
+// caller tries again. Errors: ErrServerTooOld, or what the server said.
+func Ensure(ctx context.Context, js jetstream.JetStream, ns Namespace, o StreamOptions) (*Streams, error) {
+	o = o.withDefaults()
+	if err := checkVersion(js.Conn().ConnectedServerVersion()); err != nil {
+		return nil, err
+	}
+	s := &Streams{}
+	for _, cfg := range Configs(ns, o) {
+		id, err := s.ensureStream(ctx, js, ns, cfg, o)
+		if err != nil {
+			return nil, fmt.Errorf("stream %s: %w", cfg.Name, err)
+		}
+		switch cfg.Name {
+		case ns.CommandStream():
+			s.CommandsID = id
+		case ns.ReadyStream():
+			s.ReadyID = id
+		}
+	}
+	for _, c := range s.consumers(ns, o) {
+		if err := s.ensureConsumer(ctx, js, c.stream, c.ConsumerConfig); err != nil {
+			return nil, fmt.Errorf("consumer %s of %s: %w", c.Durable, c.stream, err)
+		}
+	}
+	return s, nil
+}
+
+// checkVersion refuses servers before 2.12.
+func checkVersion(version string) error {
+	if version == "" {
+		return fmt.Errorf("version of the NATS server: %w", nats.ErrConnectionReconnecting)
+	}
+	major, rest, _ := strings.Cut(version, ".")
+	minor, _, _ := strings.Cut(rest, ".")
+	x, errX := strconv.Atoi(major)
+	y, errY := strconv.Atoi(minor)
+	if errX != nil || errY != nil || x < minServerMajor || x == minServerMajor && y < minServerMinor {
+		return fmt.Errorf("%w: it says %q, %d.%d is the oldest that keeps the per-subject checks and fixes Reveille relies on: upgrade it",
+			ErrServerTooOld, version, minServerMajor, minServerMinor)
+	}
+	return nil
+}
+
+// ensureStream returns the stream's id.
+func (s *Streams) ensureStream(ctx context.Context, js jetstream.JetStream, ns Namespace, cfg jetstream.StreamConfig, o StreamOptions) (string, error) {
+	info, err := streamInfo(ctx, js, cfg.Name)
+	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		info, err = createStream(ctx, js, cfg, cfg.Name == ns.CommandStream(), o.MaxClockSkew)
+	}
+	if err != nil {
+		return "", err
+	}
+	for _, d := range differences(info.Config, cfg) {
+		s.Findings = append(s.Findings, "stream "+cfg.Name+": "+d)
+	}
+	if id := info.Config.Metadata[metadataID]; validID(id) {
+		return id, nil
+	}
+	// Made by hand: its creation time does as well, it changes with a re-creation.
+	s.Findings = append(s.Findings, fmt.Sprintf("stream %s: metadata has no %s, its creation time stands in", cfg.Name, metadataID))
+	return "t" + strconv.FormatInt(info.Created.UnixNano(), 36), nil
+}
+
+// validID reports whether an id can be part of a durable's name.
+func validID(id string) bool {
+	return id != "" && len(id) <= 64 && !strings.ContainsFunc(id, func(r rune) bool {
+		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && r != '-' && r != '_'
+	})
+}
+
+func streamInfo(ctx context.Context, js jetstream.JetStream, name string) (*jetstream.StreamInfo, error) {
+	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
+	defer cancel()
+	st, err := js.Stream(ctx, name)
+	if err != nil {
+		return nil, err
+	}
+	return st.CachedInfo(), nil
+}
+
+// createStream creates a stream with a fresh id, or finds the one that
+// somebody else created meanwhile. For the command stream it waits the largest
+// clock skew first: whoever publishes into it then, through whichever server,
+// is stamped later than any message of a stream that was here before (I18).
+func createStream(ctx context.Context, js jetstream.JetStream, cfg jetstream.StreamConfig, wait bool, skew time.Duration) (*jetstream.StreamInfo, error) {
+	if wait && skew > 0 {
+		if err := sleep(ctx, skew); err != nil {
+			return nil, err
+		}
+	}
+	cfg.Metadata = map[string]string{metadataID: strings.ReplaceAll(uuid.NewString(), "-", "")}
+	apiCtx, cancel := context.WithTimeout(ctx, apiTimeout)
+	defer cancel()
+	_, err := js.CreateStream(apiCtx, cfg)
+	// The answer is not believed: with another id in it the name is "in use",
+	// after a time-out it may exist. What the server has is what counts.
+	info, infoErr := streamInfo(ctx, js, cfg.Name)
+	switch {
+	case infoErr == nil:
+		return info, nil
+	case err != nil && !errors.Is(err, jetstream.ErrStreamNameAlreadyInUse):
+		return nil, fmt.Errorf("creating it: %w", err)
+	default:
+		return nil, infoErr
+	}
+}
+
+// differences lists what matters of a stream and is not as it would be made.
+func differences(got, want jetstream.StreamConfig) []string {
+	var out []string
+	diff := func(what string, got, want any) {
+		if got != want {
+			out = append(out, fmt.Sprintf("%s is %v, want %v", what, got, want))
+		}
+	}
+	slices.Sort(got.Subjects)
+	slices.Sort(want.Subjects)
+	diff("subjects", strings.Join(got.Subjects, " "), strings.Join(want.Subjects, " "))
+	diff("retention", got.Retention, want.Retention)
+	diff("replicas", got.Replicas, max(got.Replicas, want.Replicas)) // more are fine
+	diff("max_age", got.MaxAge, want.MaxAge)
+	diff("max_msgs_per_subject", max(got.MaxMsgsPerSubject, 0), want.MaxMsgsPerSubject)
+	diff("discard", got.Discard, want.Discard)
+	diff("discard_new_per_subject", got.DiscardNewPerSubject, want.DiscardNewPerSubject)
+	diff("duplicate_window", got.Duplicates, want.Duplicates)
+	diff("allow_direct", got.AllowDirect, want.AllowDirect)
+	diff("allow_atomic", got.AllowAtomicPublish, want.AllowAtomicPublish)
+	diff("allow_rollup_hdrs", got.AllowRollup, false)
+	diff("allow_msg_schedules", got.AllowMsgSchedules, false)
+	diff("deny_purge", got.DenyPurge, want.DenyPurge)
+	diff("deny_delete", got.DenyDelete, want.DenyDelete)
+	diff("storage", got.Storage, want.Storage)
+	diff("no_ack", got.NoAck, false)
+	diff("sealed", got.Sealed, false)
+	if got.MaxBytes > 0 || got.MaxMsgs > 0 {
+		out = append(out, fmt.Sprintf("max_bytes %d and max_msgs %d limit it: a full stream drops or refuses messages", got.MaxBytes, got.MaxMsgs))
+	}
+	return out
+}
+
+type consumerOf struct {
+	stream string
+	jetstream.ConsumerConfig
+}
+
+// consumers are the durables, once the ids are known.
+func (s *Streams) consumers(ns Namespace, o StreamOptions) []consumerOf {
+	durable := func(stream, name string, filters ...string) consumerOf {
+		// No BackOff: it overrides AckWait and corrupts NakWithDelay. No
+		// MaxDeliver: a message past it stays in the queue, undelivered.
+		return consumerOf{stream, jetstream.ConsumerConfig{
+			Durable: name, FilterSubjects: filters, AckPolicy: jetstream.AckExplicitPolicy, AckWait: o.ackWait,
+			MaxDeliver: -1, MaxAckPending: o.MaxAckPending, MaxWaiting: maxWaiting,
+		}}
+	}
+	return []consumerOf{
+		durable(ns.CommandStream(), s.Intake(), ns.Command(claims.Admit, "*"), ns.Command(claims.Wake, "*")),
+		durable(ns.CommandStream(), s.Interrupts(), ns.Command(claims.Interrupt, "*")),
+		durable(ns.ReadyStream(), s.Ready(), ns.ReadySubject("*")),
+	}
+}
+
+func (s *Streams) ensureConsumer(ctx context.Context, js jetstream.JetStream, stream string, cfg jetstream.ConsumerConfig) error {
+	info, err := consumerInfo(ctx, js, stream, cfg.Durable)
+	if errors.Is(err, jetstream.ErrConsumerNotFound) {
+		apiCtx, cancel := context.WithTimeout(ctx, apiTimeout)
+		_, createErr := js.CreateConsumer(apiCtx, stream, cfg)
+		cancel()
+		// As for streams: what the server has counts, not this answer.
+		if info, err = consumerInfo(ctx, js, stream, cfg.Durable); err != nil && createErr != nil {
+			err = fmt.Errorf("creating it (another consumer on the same subjects must be deleted first): %w", createErr)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	got := info.Config
+	filters := got.FilterSubjects
+	if got.FilterSubject != "" {
+		filters = []string{got.FilterSubject}
+	}
+	slices.Sort(filters)
+	slices.Sort(cfg.FilterSubjects)
+	diff := func(what string, got, want any) {
+		if got != want {
+			s.Findings = append(s.Findings, fmt.Sprintf("consumer %s: %s is %v, want %v", cfg.Durable, what, got, want))
+		}
+	}
+	diff("filter", strings.Join(filters, " "), strings.Join(cfg.FilterSubjects, " "))
+	diff("ack_policy", got.AckPolicy, cfg.AckPolicy)
+	diff("ack_wait", got.AckWait, cfg.AckWait)
+	diff("max_deliver", got.MaxDeliver, cfg.MaxDeliver)
+	diff("backoff steps", len(got.BackOff), 0)
+	diff("max_ack_pending", got.MaxAckPending, cfg.MaxAckPending)
+	diff("max_waiting", got.MaxWaiting, cfg.MaxWaiting)
+	return nil
+}
+
+func consumerInfo(ctx context.Context, js jetstream.JetStream, stream, name string) (*jetstream.ConsumerInfo, error) {
+	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
+	defer cancel()
+	c, err := js.Consumer(ctx, stream, name)
+	if err != nil {
+		return nil, err
+	}
+	return c.CachedInfo(), nil
+}
+
+// sleep waits, or returns the context's error.
+func sleep(ctx context.Context, d time.Duration) error {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
