@@ -225,9 +225,9 @@ type ending struct {
 	// timedOut: the kill of --step-timeout may be under way, so no step of this
 	// execution follows.
 	timedOut bool
-	tail   []claims.Content
-	leaked bool
-	out    *Output
+	tail     []claims.Content
+	leaked   bool
+	out      *Output
 }
 
 // step calls the handler and waits for all of it to join.

@@ -1,0 +1,280 @@
+package exec
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	osexec "os/exec"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"reveille/claims"
+	"reveille/runner"
+)
+
+// The test binary as a worker that will be killed: workerVariable says which,
+// the file in pidsVariable gets the number of the guard, then of all others.
+const (
+	workerVariable = "RV_EXEC_TEST_WORKER"
+	pidsVariable   = "PIDS"
+)
+
+// victims start: a child in the group that ignores SIGTERM, one out of it, a
+// daemon, and the leader.
+const (
+	victims = `trap '' TERM
+sh -c 'echo $$ > $PIDS; exec sleep 1000' &
+setsid sh -c 'echo $$ > $PIDS; exec sleep 1000' &
+(setsid sh -c 'echo $$ > $PIDS; exec sleep 1000' &)
+echo $$ > $PIDS; wait`
+	victimCount = 4
+	// unmarked is found by its group only.
+	unmarked = `P=$PIDS; env -i sh -c 'echo $$ > '$P'; exec sleep 1000' &
+`
+)
+
+func runTestWorker(mode string) {
+	check := func(err error) {
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "test worker:", err)
+			os.Exit(1)
+		}
+	}
+	pids, err := os.OpenFile(os.Getenv(pidsVariable), os.O_WRONLY, 0)
+	check(err)
+	started := make(chan int, 1)
+	guard, err := startGuard(context.Background(), func(pid int) { started <- pid })
+	check(err)
+	pid := <-started
+	if mode == "unregistered" { // between a command's start and its registration
+		fmt.Fprintln(pids, pid)
+		_, err = guard.start("/bin/sh", []string{"sh", "-c", "echo $$ > $PIDS; exec sleep 1000"}, &os.ProcAttr{Sys: &syscall.SysProcAttr{}})
+		check(err)
+		select {}
+	}
+	if mode == "announced" { // the shell's children then, which its death does not take along
+		step := string(newStep()) // its own: guards of other test runs must not find it
+		guard.add(step, 0)
+		_, err = os.StartProcess("/bin/sh", []string{"sh", "-c", victims},
+			&os.ProcAttr{Env: append(os.Environ(), stepVariable+"="+step), Sys: &syscall.SysProcAttr{Setpgid: true}})
+		check(err)
+		fmt.Fprintln(pids, pid)
+		select {}
+	}
+	h, err := New(Options{Command: unmarked + victims, KillAfter: never, Guard: guard})
+	check(err)
+	go func() {
+		_, err := h.Step(context.Background(), request(), (&recorder{}).output())
+		check(fmt.Errorf("the step has ended: %w", err))
+	}()
+	if mode == "guard-dies" {
+		fmt.Fprintln(pids, pid)
+		pid = <-started // the next one, which knows the steps
+	}
+	fmt.Fprintln(pids, pid)
+	select {}
+}
+
+// startWorker starts one; its processes become children of the test when it dies.
+func startWorker(t *testing.T, mode string) (worker *osexec.Cmd, pids *fifo) {
+	t.Helper()
+	if err := becomeSubreaper(); err != nil {
+		t.Fatal(err)
+	}
+	pids = newFifo(t)
+	worker = osexec.Command(os.Args[0])
+	worker.Env = append(os.Environ(), workerVariable+"="+mode, pidsVariable+"="+pids.path)
+	worker.Stderr = os.Stderr
+	if err := worker.Start(); err != nil {
+		t.Fatal(err)
+	}
+	return worker, pids
+}
+
+func kill(t *testing.T, worker *osexec.Cmd) {
+	t.Helper()
+	if err := worker.Process.Kill(); err != nil {
+		t.Error(err)
+	}
+	_ = worker.Wait()
+}
+
+func TestI7GuardKillsTheStepsOfAKilledWorker(t *testing.T) {
+	for mode, count := range map[string]int{"registered": victimCount + 1, "announced": victimCount} {
+		t.Run(mode, func(t *testing.T) { testKilledWorker(t, mode, count) })
+	}
+}
+
+func testKilledWorker(t *testing.T, mode string, victimCount int) {
+	worker, pids := startWorker(t, mode)
+	var all []life // in any order: the guard and the victims
+	for range 1 + victimCount {
+		all = append(all, pids.process(t))
+	}
+	for _, l := range all {
+		for _, s := range []unix.Signal{unix.SIGTERM, unix.SIGINT, unix.SIGHUP} {
+			if p, err := readProcess(l.pid); err == nil && isGuardProcess(l.pid) {
+				if p.pgrp != p.pid {
+					t.Errorf("the guard is in group %d", p.pgrp)
+				}
+				if err := unix.Kill(l.pid, s); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+	}
+	kill(t, worker)
+	for _, l := range all {
+		l.endAndReap(t)
+	}
+}
+
+func isGuardProcess(pid int) bool {
+	line, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/cmdline")
+	return err == nil && strings.HasSuffix(string(line), "\x00"+GuardArg+"\x00")
+}
+
+func TestI7CommandIsGuardedBeforeItIsRegistered(t *testing.T) {
+	worker, pids := startWorker(t, "unregistered")
+	all := []life{pids.process(t), pids.process(t)}
+	kill(t, worker)
+	for _, l := range all {
+		l.endAndReap(t)
+	}
+}
+
+func TestI7GuardThatDiedIsReplaced(t *testing.T) {
+	worker, pids := startWorker(t, "guard-dies")
+	var all []life
+	for range 1 + victimCount + 1 {
+		all = append(all, pids.process(t))
+	}
+	for i, l := range all {
+		if isGuardProcess(l.pid) {
+			if err := unix.Kill(l.pid, unix.SIGKILL); err != nil {
+				t.Fatal(err)
+			}
+			l.awaitEnd(t)
+			all = append(all[:i], all[i+1:]...)
+			break
+		}
+	}
+	all = append(all, pids.process(t)) // the next guard
+	for _, l := range all {
+		if !l.lives() {
+			t.Errorf("process %d died with the guard", l.pid)
+		}
+	}
+	kill(t, worker)
+	for _, l := range all {
+		l.endAndReap(t)
+	}
+}
+
+// A guard that takes nothing is killed, without harm to what it guards.
+func TestGuardThatHangsIsReplaced(t *testing.T) {
+	started := make(chan int, 2)
+	g, err := startGuard(t.Context(), func(pid int) { started <- pid })
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.Close()
+	guard, pids, gate := lifeOf(t, strconv.Itoa(<-started)), newFifo(t), newFifo(t)
+	h := newHandler(t, Options{Command: "echo $$ > " + pids.path + "; read x < " + gate.path, Guard: g})
+	done := inBackground(t.Context(), h, request(), &recorder{})
+	leader := pids.process(t)
+	if err := unix.Kill(guard.pid, unix.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	for step := 0; guard.lives(); step++ { // until its pipe is full, and a second more
+		g.add(strconv.Itoa(step), 0)
+		g.remove(strconv.Itoa(step))
+	}
+	await(t, started, "another guard")
+	if !leader.lives() {
+		t.Error("the step died with the guard")
+	}
+	gate.open(t)
+	if a := await(t, done, "the end"); a.err != nil {
+		t.Error(a.err)
+	}
+}
+
+func TestGuardCloseKillsNothing(t *testing.T) {
+	started := make(chan int, 1)
+	g, err := startGuard(t.Context(), func(pid int) { started <- pid })
+	if err != nil {
+		t.Fatal(err)
+	}
+	guard, pids, gate := lifeOf(t, strconv.Itoa(<-started)), newFifo(t), newFifo(t)
+	h := newHandler(t, Options{Command: "echo $$ > " + pids.path + "; read x < " + gate.path, Guard: g})
+	done := inBackground(t.Context(), h, request(), &recorder{})
+	leader := pids.process(t)
+	g.Close()
+	g.Close() // harmless
+	assertGone(t, guard)
+	if !leader.lives() {
+		t.Error("Close killed the step")
+	}
+	_, err = h.Step(t.Context(), request(), (&recorder{}).output())
+	var f *runner.Failure
+	if !errors.As(err, &f) || f.Code != claims.CodeExit || !strings.Contains(f.Message, errGuardClosed.Error()) {
+		t.Errorf("a step after Close: %v", err)
+	}
+	gate.open(t)
+	if a := await(t, done, "the end"); a.err != nil {
+		t.Error(a.err)
+	}
+}
+
+func TestGuardPipeIsNotInherited(t *testing.T) {
+	g, err := StartGuard(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.Close()
+	info, err := g.current.pipe.Stat()
+	if err != nil {
+		t.Fatal(err)
+	}
+	pipe := fmt.Sprintf("pipe:[%d]", info.Sys().(*syscall.Stat_t).Ino)
+	rec := &recorder{}
+	h := newHandler(t, Options{Command: "ls -l /proc/$$/fd; echo; ls -l /proc/$PPID/fd", Guard: g})
+	if _, err := h.Step(t.Context(), request(), rec.output()); err != nil {
+		t.Fatal(err)
+	}
+	own, workers, ok := strings.Cut(rec.text(), "\n\n")
+	if !ok || strings.Contains(own, pipe) || !strings.Contains(workers, pipe) {
+		t.Errorf("%s: want it with the worker only\n%s", pipe, rec.text())
+	}
+}
+
+func TestGuardOfAGuard(t *testing.T) {
+	t.Setenv(guardVariable, "1")
+	if _, err := StartGuard(t.Context()); !errors.Is(err, errGuardUnknown) {
+		t.Errorf("StartGuard = %v, want %v", err, errGuardUnknown)
+	}
+}
+
+func TestGuardStartIsCancelled(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := StartGuard(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("StartGuard = %v", err)
+	}
+}
+
+func TestIsGuard(t *testing.T) {
+	if !IsGuard([]string{"worker", GuardArg}) || IsGuard([]string{"worker"}) || IsGuard([]string{"worker", "--slots", GuardArg}) {
+		t.Error("IsGuard is wrong")
+	}
+	var none *Guard
+	none.add("s", 1)
+	none.remove("s")
+	none.Close()
+}
