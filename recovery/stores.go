@@ -1,0 +1,92 @@
+package recovery
+
+import (
+	"context"
+	"time"
+
+	"reveille/claims"
+)
+
+// The interfaces of what the scanner calls. All methods are safe for
+// concurrent use, bounded by their context, and durable when they answer nil.
+// A row that is not what it was when it was read answers claims.ErrFenced or
+// claims.ErrQuarantined, and nothing of it was changed; every other error says
+// nothing about the row, which may be tried again.
+type (
+	// ClaimStore finds expired claims and ends those that are not running.
+	ClaimStore interface {
+		// ExpiredClaims reads at most limit claims of dead holders, or revoked,
+		// those first that were touched longest ago.
+		ExpiredClaims(ctx context.Context, limit int) ([]claims.Candidate, error)
+		// TouchClaims sends claims to the back of their lane, in a transaction of its
+		// own, and returns those that no other scanner has touched meanwhile (I31).
+		TouchClaims(ctx context.Context, cs []claims.Candidate) ([]claims.Candidate, error)
+		// EndExpired ends an expired claim that is cancelling or cancelled, fenced
+		// by its expiry in the same transaction (I26, I28). Repeatable with its token.
+		EndExpired(ctx context.Context, c claims.Candidate, uncertainInterrupted bool, token *claims.Token) (claims.Settlement, error)
+	}
+
+	// Converter takes expired running claims over and ends them.
+	Converter interface {
+		// TakeOver makes an expired running claim the holder's, under a new
+		// execution id (I6). Repeated with the same id it answers the same.
+		TakeOver(ctx context.Context, c claims.Candidate, holder claims.HolderID, as claims.ExecutionID) (claims.Claim, error)
+		// Convert validates and ends a claim that was taken over, in one
+		// transaction under the recovery fence; poison it quarantines (I27).
+		Convert(ctx context.Context, claim claims.Claim, limits claims.Limits, token *claims.Token) (claims.Settlement, error)
+		// ConversionFailed quarantines a claim that the database refuses to
+		// convert, under the recovery fence (I28).
+		ConversionFailed(ctx context.Context, claim claims.Claim, detail string, token *claims.Token) (claims.Settlement, error)
+		// RefusedCode answers the SQLSTATE with which the database refused the
+		// values of a transaction (class 22 or 23), false for every other error.
+		RefusedCode(err error) (code string, refused bool)
+	}
+
+	// HeldStore tells what the scanner's own lease holds (I3).
+	HeldStore interface {
+		Held(ctx context.Context, holder claims.HolderID) ([]claims.Notice, error)
+		Revoke(ctx context.Context, claim claims.Claim, cause claims.Cause) error
+	}
+
+	// ContinuationStore is the recovery lane's.
+	ContinuationStore interface {
+		DueContinuations(ctx context.Context, limit int) ([]claims.DueContinuation, error)
+		// TouchContinuations sends them to the back of their lane, for at least again.
+		TouchContinuations(ctx context.Context, ds []claims.DueContinuation, again time.Duration) ([]claims.DueContinuation, error)
+		// QuarantineContinuation quarantines the session of a poison continuation
+		// where it has no claim and no quarantine, and the continuation is
+		// unstarted and unchanged (I28).
+		QuarantineContinuation(ctx context.Context, d claims.DueContinuation, token *claims.Token) error
+	}
+
+	// SessionStore is the ordinary lane's.
+	SessionStore interface {
+		DueSessions(ctx context.Context, limit int) ([]claims.SessionID, error)
+		TouchSessions(ctx context.Context, ids []claims.SessionID, again time.Duration) ([]claims.SessionID, error)
+	}
+
+	// RelayStore is the relay lane's.
+	RelayStore interface {
+		DueRelays(ctx context.Context, limit int) ([]claims.SessionID, error)
+		TouchRelays(ctx context.Context, ids []claims.SessionID, again time.Duration) ([]claims.SessionID, error)
+	}
+
+	// Pinger tells a database that is lost from a row that can't be worked on.
+	Pinger interface {
+		Ping(ctx context.Context) error
+	}
+
+	// Announcer publishes that a session is ready. It is a hint: repeating it
+	// does no harm, losing it costs a while.
+	Announcer interface {
+		Announce(ctx context.Context, session claims.SessionID) error
+	}
+
+	// Relayer publishes a session's committed events in order, once (I25).
+	Relayer interface {
+		// RelayNow publishes all there is of one session; it returns when ctx ends.
+		RelayNow(ctx context.Context, session claims.SessionID) error
+		// Poke says that a session has new events. It neither waits nor fails.
+		Poke(session claims.SessionID)
+	}
+)
