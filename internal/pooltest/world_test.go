@@ -162,7 +162,7 @@ func (e *told) Announce(_ context.Context, s claims.SessionID) error {
 	}
 	return nil
 }
-func (e *told) Poke(claims.SessionID)                                       {}
+func (e *told) Poke(claims.SessionID)                                      {}
 func (e *told) PublishLive(claims.SessionID, int64, claims.StepID, string) {}
 
 // world is a database and the pools that work on it.
