@@ -86,6 +86,9 @@ type Options struct {
 	History       int           // closed steps that a handler gets (--history)
 	HistoryBytes  int           // at most (default 1 MiB)
 	MaxEventBytes int           // of one event (default 1 MiB less an envelope)
+	// Reconcile is how often the process compares its claims with its registry
+	// (default 1 min; I3).
+	Reconcile time.Duration
 }
 
 // Validate checks the options, naming the flag that is wrong.
@@ -156,6 +159,9 @@ func NewPool(store Store, events Events, handler Handler, o Options, onTenure fu
 	}
 	if o.MaxEventBytes == 0 {
 		o.MaxEventBytes = 1<<20 - 4096
+	}
+	if o.Reconcile == 0 {
+		o.Reconcile = time.Minute
 	}
 	if err := o.Validate(); err != nil {
 		return nil, err
@@ -371,15 +377,12 @@ func (p *Pool) Notice(n claims.Notice) {
 	}
 }
 
-// reconcileEvery is how often a process compares its claims with its registry (I3).
-const reconcileEvery = time.Minute
-
 // Run keeps the lease and reconciles, until ctx ends; call Drain first.
 func (p *Pool) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	wg.Go(func() { _ = p.keeper.Run(ctx) }) // ends with ctx only
-	for sleep(ctx, reconcileEvery) {
+	for sleep(ctx, p.opts.Reconcile) {
 		p.reconcile(ctx)
 	}
 	p.giveUp()

@@ -520,3 +520,121 @@ func TestI4ExpiredLeaseIsNotRevived(t *testing.T) {
 		t.Errorf("events: %s", types)
 	}
 }
+
+// A claim that the process holds and does not know is revoked: nothing stays
+// live because its process happens to live (I3).
+func TestI3AClaimThatNobodyRunsIsRevoked(t *testing.T) {
+	w := newWorld(t)
+	o := options()
+	o.Reconcile = 20 * time.Millisecond
+	m := w.worker(o)
+	// As an acquisition leaves it whose COMMIT was in flight when it was resolved.
+	_, err := m.store.Store.Apply(t.Context(), w.command(claims.Command{Kind: claims.Wake, Session: "s"}), &claims.Acquisition{
+		Holder: holderOf(t, m), Worker: "w", Execution: claims.ExecutionID(newID()), Step: claims.StepID(newID()),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.until("revoked", func() bool { return w.phase("s") == "running unknown" })
+	m.wake("t", "a") // what is registered stays
+	c := m.call()
+	w.until("compared again", func() bool { return m.store.count("held") > 3 })
+	w.wantPhase("t", "running")
+	c.end()
+	w.settled("t")
+}
+
+// A run loop whose claim was known to be committed and is missing was lost (I3).
+func TestI3AMissingClaimIsLost(t *testing.T) {
+	w := newWorld(t)
+	o := options()
+	o.Reconcile = 20 * time.Millisecond
+	m := w.worker(o)
+	m.wake("s", "a")
+	c := m.call()
+	for _, statement := range []string{
+		"DELETE FROM claims WHERE session_id = 's'", "UPDATE sessions SET execution_id = NULL WHERE session_id = 's'",
+	} {
+		if _, err := w.db.Exec(t.Context(), statement); err != nil {
+			t.Fatal(err)
+		}
+	}
+	wait(w, "cancellation", c.ctx.Done())
+	if !errors.Is(context.Cause(c.ctx), claims.ErrLeaseLost) {
+		t.Errorf("cause %v", context.Cause(c.ctx))
+	}
+	before := w.types("s")
+	c.fail(c.ctx.Err())
+	w.until("the slot is back", func() bool { return m.pool.Free() == o.Slots })
+	if after := w.types("s"); after != before {
+		t.Errorf("a lost owner wrote: %s", after)
+	}
+}
+
+// Regression 3: an interrupt while step.started is being made durable. The step
+// is settled as interrupted with one terminal event, and what was buffered for
+// it, by something of the step before that goes on, is never written (I14).
+func TestI14InterruptWhileTheStepStarts(t *testing.T) {
+	for _, where := range []string{"before:start_step", "after:start_step"} {
+		t.Run(where, func(t *testing.T) {
+			w := newWorld(t)
+			m := w.worker(options())
+			m.wake("s", "a")
+			m.wake("s", "b")
+			c := m.call()
+			g := m.store.gate(where)
+			c.end()
+			wait(w, "gate", g.reached)
+			if err := c.out.Text("too late"); !errors.Is(err, runner.ErrStepOver) {
+				t.Errorf("text of a step that is over: %v", err)
+			}
+			m.interrupt("s")
+			close(g.open)
+			w.settled("s")
+			select {
+			case c := <-m.calls:
+				t.Errorf("handler was called for %+v", c.req.Inputs)
+			default:
+			}
+			types := w.types("s")
+			if count(types, "text") != 0 {
+				t.Errorf("events: %s", types)
+			}
+			if where == "before:start_step" { // it hit the head: there was no step to interrupt
+				if count(types, "input.cancelled") != 1 || count(types, "step.started") != 1 || count(types, "execution.ended(completed)") != 1 {
+					t.Errorf("events: %s", types)
+				}
+				return
+			}
+			if count(types, "step.interrupted(true)") != 1 || count(types, "step.ended") != 1 || count(types, "execution.ended(interrupted)") != 1 {
+				t.Errorf("events: %s", types)
+			}
+		})
+	}
+}
+
+// Regression 7: a heartbeat that was sent before the expiry and reaches the
+// database after it does not revive the lease (I4).
+func TestI4HeartbeatHeldPastTheExpiry(t *testing.T) {
+	w := newWorld(t)
+	o := options()
+	o.Heartbeat = 50 * time.Millisecond
+	m := w.worker(o)
+	first := holderOf(t, m)
+	m.wake("s", "a")
+	c := m.call()
+	g := m.store.gate("before:heartbeat")
+	wait(w, "heartbeat", g.reached)
+	w.expire(first)
+	close(g.open)
+	wait(w, "cancellation", c.ctx.Done())
+	if !errors.Is(context.Cause(c.ctx), claims.ErrLeaseLost) {
+		t.Errorf("cause %v", context.Cause(c.ctx))
+	}
+	var live bool
+	if err := w.db.QueryRow(t.Context(), "SELECT expires_at > statement_timestamp() FROM leases WHERE holder = $1::UUID", string(first)).Scan(&live); err != nil || live {
+		t.Errorf("lease live %v, %v", live, err)
+	}
+	c.fail(c.ctx.Err())
+	w.settled("s")
+}

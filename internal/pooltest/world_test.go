@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"go.uber.org/goleak"
 
@@ -53,6 +54,7 @@ type gated struct {
 	mu    sync.Mutex
 	gates map[string]*gate
 	fails map[string]error
+	calls map[string]int
 }
 
 func (g *gated) gate(at string) *gate {
@@ -125,6 +127,21 @@ func (g *gated) HandOver(ctx context.Context, c claims.Claim, tail []claims.Cont
 	err = g.around("hand_over", func() (err error) { s, err = g.Store.HandOver(ctx, c, tail, tok); return err })
 	return s, err
 }
+
+func (g *gated) Held(ctx context.Context, h claims.HolderID) ([]claims.Notice, error) {
+	g.mu.Lock()
+	g.calls["held"]++
+	g.mu.Unlock()
+	return g.Store.Held(ctx, h)
+}
+
+func (g *gated) count(op string) int {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.calls[op]
+}
+
+func newID() string { return uuid.NewString() }
 
 func (g *gated) Heartbeat(ctx context.Context, h claims.HolderID, ttl time.Duration) (ok bool, err error) {
 	err = g.around("heartbeat", func() (err error) { ok, err = g.Store.Heartbeat(ctx, h, ttl); return err })
@@ -214,7 +231,7 @@ func (w *world) worker(o runner.Options) *member {
 	}
 	m := &member{
 		w: w, calls: make(chan *call, 100), told: &told{signal: make(chan claims.SessionID, 100)},
-		store: &gated{Store: store, gates: map[string]*gate{}, fails: map[string]error{}},
+		store: &gated{Store: store, gates: map[string]*gate{}, fails: map[string]error{}, calls: map[string]int{}},
 	}
 	handler := runner.HandlerFunc(func(ctx context.Context, req runner.Request, out *runner.Output) (runner.Result, error) {
 		c := &call{ctx: ctx, req: req, out: out, answer: make(chan func() (runner.Result, error), 1)}

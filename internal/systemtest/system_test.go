@@ -2,9 +2,13 @@ package systemtest
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"os"
+	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -158,4 +162,64 @@ func TestBadInputIsRejected(t *testing.T) {
 	if fmt.Sprint(reasons) != fmt.Sprint(want) {
 		t.Errorf("reasons %v, want %v", reasons, want)
 	}
+}
+
+// A worker that is stopped past its lease and woken later starts nothing, calls
+// no handler and writes nothing; its commands are killed, and it goes on as a
+// new holder (I7).
+func TestI7StoppedPastTheLease(t *testing.T) {
+	w := newWorld(t)
+	gate := newGate(t)
+	pids := t.TempDir()
+	handler := "echo $$ > " + pids + "/$RV_EPOCH; test -e " + gate.open + " || read -r _ <" + gate.fifo + "; echo done"
+	a := w.start("worker", "a", "--exec", handler, "--kill-after", "1h") // the deadline kills, not --kill-after
+	if err := w.wake(t.Context(), "s", "one"); err != nil {
+		t.Fatal(err)
+	}
+	written := func(epoch string) func() bool {
+		return func() bool { b, err := os.ReadFile(pids + "/" + epoch); return err == nil && len(b) > 0 }
+	}
+	w.until("the step runs", written("1"))
+	w.start("worker", "b", "--exec", handler)
+	w.start("scanner", "scan")
+	holder := w.query("SELECT holder::TEXT FROM claims")[0]
+	if err := a.cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	w.until("another worker runs the continuation", written("3"))
+	before := len(w.logOf("s"))
+	if err := a.cmd.Process.Signal(syscall.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	pid := func() int {
+		b, err := os.ReadFile(pids + "/1")
+		if err != nil {
+			t.Fatal(err)
+		}
+		n, err := strconv.Atoi(strings.TrimSpace(string(b)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}()
+	w.until("its command is killed", func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) })
+	w.until("it goes on as a new holder", func() bool {
+		return len(w.query("SELECT name FROM leases WHERE name = 'a' AND holder <> $1::UUID AND expires_at > statement_timestamp()", holder)) == 1
+	})
+	if log := w.logOf("s"); len(log) != before {
+		t.Errorf("it wrote: %v", log[before:])
+	}
+	gate.release(10)
+	w.idle(1)
+	w.verify()
+	for i, line := range w.logOf("s") {
+		if strings.Contains(line, `"worker_lost"`) {
+			for _, later := range w.logOf("s")[i+1:] {
+				if strings.Contains(later, `"epoch":1,`) {
+					t.Errorf("of the stopped worker, after the takeover: %s", later)
+				}
+			}
+		}
+	}
+	a.terminate()
 }
