@@ -28,11 +28,12 @@ e2e: ## run the whole system from outside, as its users do
 	@scripts/ensure-database.sh
 	scripts/e2e.sh
 
-check: ## formatting, vet, staticcheck, import directions
+check: ## formatting, modules, vet, staticcheck, import directions
 	@unformatted=$$($(TOOL) gofumpt -l .) || exit 1; \
 	if [ -n "$$unformatted" ]; then \
 		echo "not formatted, type: $(TOOL) gofumpt -w" $$unformatted >&2; exit 1; \
 	fi
+	go mod tidy -diff
 	go vet ./...
 	$(TOOL) staticcheck ./...
 	go test -count=1 ./internal/layout # git is asked for the files, so no cached result holds
