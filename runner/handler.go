@@ -33,6 +33,24 @@ func (f HandlerFunc) Step(ctx context.Context, req Request, out *Output) (Result
 	return f(ctx, req, out)
 }
 
+// Snapshotter is implemented by a Handler that keeps state of its sessions
+// outside, such as a working tree. Snapshot is called before and after each
+// step, while its execution owns the session (I16), and returns what names the
+// state in the snapshot event. An error fails the step: before it, in a way that
+// may be retried. It is not called after a step that failed or was interrupted.
+type Snapshotter interface {
+	Snapshot(ctx context.Context, req Request, at SnapshotAt) (tree string, err error)
+}
+
+// SnapshotAt says when a snapshot is taken.
+type SnapshotAt string
+
+// The times of a snapshot; they are the field at of its event.
+const (
+	Before SnapshotAt = "before"
+	After  SnapshotAt = "after"
+)
+
 // Request is what a handler gets. Its JSON is the line of contract.md section 3.
 type Request struct {
 	Session   claims.SessionID    `json:"session"`

@@ -257,7 +257,7 @@ func (p *Pool) step(e *execution, step claims.Step, log *slog.Logger) ending {
 		go func() {
 			defer close(returned)
 			defer out.leave()
-			result, failed = p.call(ctx, req, out, log)
+			result, failed = p.call(ctx, e, req, out, log)
 		}()
 		if !p.join(e, ctx, out, log) {
 			end.leaked = true
@@ -318,15 +318,41 @@ func (p *Pool) history(e *execution) ([]claims.ClosedStep, error) {
 	return history, err
 }
 
-// call calls the handler; a panic in it fails its step, the worker lives on.
-func (p *Pool) call(ctx context.Context, req Request, out *Output, log *slog.Logger) (result Result, err error) {
+// call calls the handler, between its snapshots where it takes some; a panic
+// in it fails its step, the worker lives on.
+func (p *Pool) call(ctx context.Context, e *execution, req Request, out *Output, log *slog.Logger) (result Result, err error) {
 	defer func() {
 		if v := recover(); v != nil {
 			log.Error("handler panicked", "panic", v, "stack", string(debug.Stack()))
 			err = &Failure{Code: claims.CodePanic, Message: fmt.Sprint(v)}
 		}
 	}()
-	return p.handler.Step(ctx, req, out)
+	if err := p.snapshot(ctx, e, req, out, Before); err != nil {
+		return Result{}, &Failure{Code: claims.CodeHandler, Message: err.Error(), Retryable: true}
+	}
+	if !e.mayCall() {
+		return Result{}, context.Cause(e.ctx)
+	}
+	result, err = p.handler.Step(ctx, req, out)
+	if err == nil {
+		err = p.snapshot(ctx, e, req, out, After)
+	}
+	return result, err
+}
+
+// snapshot takes a snapshot and puts it out, as the owner only (I7, I16): what
+// is lost by not taking one is known, what another owner's would be mixed with
+// is not.
+func (p *Pool) snapshot(ctx context.Context, e *execution, req Request, out *Output, at SnapshotAt) error {
+	s, ok := p.handler.(Snapshotter)
+	if !ok || !e.mayCall() {
+		return nil
+	}
+	tree, err := s.Snapshot(ctx, req, at)
+	if err != nil {
+		return fmt.Errorf("snapshot %s the step: %w", at, err)
+	}
+	return out.put(claims.SnapshotEvent, claims.SnapshotData{At: string(at), Tree: tree})
 }
 
 // join waits for the handler and its finalizers. Past --join-timeout after the

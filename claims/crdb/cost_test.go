@@ -92,11 +92,11 @@ func TestI17AHeartbeatCostsTheSame(t *testing.T) {
 		})
 	}
 	one, stmtsOne := beat(1)
-	many, stmtsMany := beat(2000)
-	if one-1 != 3 || many-2000 != 3 {
-		t.Errorf("3 heartbeats write %d rows with one claim, %d with 2000; want 3", one-1, many-2000)
+	many, stmtsMany := beat(5000)
+	if one-1 != 3 || many-5000 != 3 {
+		t.Errorf("3 heartbeats write %d rows with one claim, %d with 5000; want 3", one-1, many-5000)
 	}
 	if stmtsOne != stmtsMany {
-		t.Errorf("statements: %+v with one claim, %+v with 2000", stmtsOne, stmtsMany)
+		t.Errorf("statements: %+v with one claim, %+v with 5000", stmtsOne, stmtsMany)
 	}
 }

@@ -638,3 +638,85 @@ func TestI4HeartbeatHeldPastTheExpiry(t *testing.T) {
 	c.fail(c.ctx.Err())
 	w.settled("s")
 }
+
+// snapshotter takes snapshots of a handler's steps, and lets a test in before
+// each of them returns.
+type snapshotter struct {
+	runner.Handler
+	taken   chan runner.SnapshotAt
+	answers chan error // what the snapshot answers
+}
+
+func (s snapshotter) Snapshot(_ context.Context, _ runner.Request, at runner.SnapshotAt) (string, error) {
+	s.taken <- at
+	return "tree-" + string(at), <-s.answers
+}
+
+func withSnapshots() (snapshotter, func(runner.Handler) runner.Handler) {
+	s := snapshotter{taken: make(chan runner.SnapshotAt, 10), answers: make(chan error, 10)}
+	return s, func(h runner.Handler) runner.Handler { s.Handler = h; return s }
+}
+
+// Ownership is checked before each external call: the snapshot before, the
+// handler, the snapshot after (I16).
+func TestI16SnapshotsAreTheOwners(t *testing.T) {
+	started := []string{"input.admitted", "execution.started", "input.promoted", "step.started"}
+	t.Run("taken", func(t *testing.T) {
+		w := newWorld(t)
+		s, with := withSnapshots()
+		m := w.workerWith(options(), with)
+		s.answers <- nil
+		s.answers <- nil
+		m.wake("s", "a")
+		m.call().end()
+		w.settled("s")
+		w.wantTypes("s", append(started, "snapshot", "snapshot", "step.ended", "execution.ended(completed)")...)
+	})
+	t.Run("interrupted before the handler", func(t *testing.T) {
+		w := newWorld(t)
+		s, with := withSnapshots()
+		m := w.workerWith(options(), with)
+		m.wake("s", "a")
+		wait(w, "snapshot", s.taken)
+		m.interrupt("s")
+		s.answers <- nil
+		w.settled("s")
+		if n := len(m.calls); n != 0 {
+			t.Errorf("handler was called %d times", n)
+		}
+		if types := w.types("s"); count(types, "step.interrupted(true)") != 1 {
+			t.Errorf("events: %s", types)
+		}
+	})
+	t.Run("lease lost before the snapshot after", func(t *testing.T) {
+		w := newWorld(t)
+		s, with := withSnapshots()
+		o := options()
+		o.Heartbeat = 50 * time.Millisecond
+		m := w.workerWith(o, with)
+		s.answers <- nil
+		m.wake("s", "a")
+		c := m.call()
+		if at := wait(w, "snapshot", s.taken); at != runner.Before {
+			t.Errorf("snapshot %s", at)
+		}
+		w.expire(holderOf(t, m))
+		wait(w, "cancellation", c.ctx.Done())
+		c.end() // it succeeded all the same
+		w.settled("s")
+		if n := len(s.taken); n != 0 {
+			t.Errorf("%d snapshots after the lease was lost", n)
+		}
+	})
+	t.Run("failed before", func(t *testing.T) {
+		w := newWorld(t)
+		s, with := withSnapshots()
+		o := options()
+		o.MaxAttempts = 1
+		m := w.workerWith(o, with)
+		s.answers <- errors.New("no space")
+		m.wake("s", "a")
+		w.settled("s")
+		w.wantTypes("s", append(started, "step.failed(handler)", "execution.ended(failed)")...)
+	})
+}

@@ -193,12 +193,13 @@ type world struct {
 
 // member is one worker: a pool with its store, and the calls of its handler.
 type member struct {
-	w     *world
-	store *gated
-	pool  *runner.Pool
-	calls chan *call
-	told  *told
-	end   func()
+	w       *world
+	store   *gated
+	pool    *runner.Pool
+	calls   chan *call
+	told    *told
+	handler runner.Handler
+	end     func()
 }
 
 func newWorld(t *testing.T) *world {
@@ -223,7 +224,10 @@ func options() runner.Options {
 }
 
 // worker starts a worker and waits for its lease.
-func (w *world) worker(o runner.Options) *member {
+func (w *world) worker(o runner.Options) *member { w.t.Helper(); return w.workerWith(o, nil) }
+
+// workerWith wraps the handler.
+func (w *world) workerWith(o runner.Options, with func(runner.Handler) runner.Handler) *member {
 	w.t.Helper()
 	store, err := crdb.Open(w.t.Context(), w.url, crdb.Options{Timeout: 10 * time.Second, AnnounceGrace: time.Nanosecond})
 	if err != nil {
@@ -233,13 +237,16 @@ func (w *world) worker(o runner.Options) *member {
 		w: w, calls: make(chan *call, 100), told: &told{signal: make(chan claims.SessionID, 100)},
 		store: &gated{Store: store, gates: map[string]*gate{}, fails: map[string]error{}, calls: map[string]int{}},
 	}
-	handler := runner.HandlerFunc(func(ctx context.Context, req runner.Request, out *runner.Output) (runner.Result, error) {
+	m.handler = runner.HandlerFunc(func(ctx context.Context, req runner.Request, out *runner.Output) (runner.Result, error) {
 		c := &call{ctx: ctx, req: req, out: out, answer: make(chan func() (runner.Result, error), 1)}
 		m.calls <- c
 		return (<-c.answer)()
 	})
+	if with != nil {
+		m.handler = with(m.handler)
+	}
 	log := slog.New(slog.NewTextHandler(testWriter{w.t}, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	if m.pool, err = runner.NewPool(m.store, m.told, handler, o, nil, log); err != nil {
+	if m.pool, err = runner.NewPool(m.store, m.told, m.handler, o, nil, log); err != nil {
 		w.t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
