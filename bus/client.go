@@ -348,15 +348,20 @@ type watch struct {
 // isAnother reports whether the stream is another one than was followed, or
 // was rewound behind what was followed.
 func (w *watch) isAnother(info *jetstream.StreamInfo) bool {
-	return !info.Created.Equal(w.created) || info.State.LastSeq+1 < w.next.Load()
+	return w.isAnotherThan(info, w.next.Load())
+}
+
+func (w *watch) isAnotherThan(info *jetstream.StreamInfo, next uint64) bool {
+	return !info.Created.Equal(w.created) || info.State.LastSeq+1 < next
 }
 
 // guard cancels when the stream is another one. The ordered consumer attaches
 // itself to that silently, and would wait for the sequence it was at.
 func (w *watch) guard(ctx context.Context, cancel context.CancelCauseFunc) {
 	for sleep(ctx, watchGuard) == nil {
+		next := w.next.Load() // before the question: what comes meanwhile is not in its answer
 		info, err := streamInfo(ctx, w.conn.js, w.conn.ns.EventStream())
-		if err == nil && w.isAnother(info) {
+		if err == nil && w.isAnotherThan(info, next) {
 			cancel(errAnotherStream)
 			return
 		}

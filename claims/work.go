@@ -231,6 +231,8 @@ type ClosedStep struct {
 	Text   string          `json:"text"`
 	Result json.RawMessage `json:"result"`
 	Status StepStatus      `json:"status"`
+	// Failure is why it failed; left out where it did not.
+	Failure *Failure `json:"failure,omitempty"`
 }
 
 // Mark says how far a session's log is on the stream.

@@ -62,7 +62,14 @@ func (h *history) event(r claims.Record) error {
 		}
 		terminal(claims.StepEnded, orNull(d.Result))
 	case claims.StepFailedEvent:
+		var d claims.Failure
+		if err := json.Unmarshal(r.Data, &d); err != nil {
+			return err
+		}
 		terminal(claims.StepFailed, null)
+		if b := h.open[r.Step]; b != nil {
+			b.step.Failure = &d
+		}
 	case claims.StepInterruptedEvent:
 		terminal(claims.StepInterrupted, null)
 	case claims.TextEvent:

@@ -204,6 +204,9 @@ func showSession(out io.Writer, d crdb.SessionDetail) error {
 			ids = append(ids, in.ID)
 		}
 		row("past step", "%s %s, inputs %s, result %s", follow.ID(st.Step), st.Status, cmp.Or(follow.Short(strings.Join(ids, " ")), "none"), follow.Short(string(st.Result)))
+		if st.Failure != nil {
+			row("", "%s: %s", st.Failure.Code, follow.Short(st.Failure.Message))
+		}
 		if st.Text != "" {
 			row("", "said %s", follow.Short(fmt.Sprintf("%q", st.Text)))
 		}

@@ -268,7 +268,11 @@ func (w *wakeWait) event(r claims.Record) (follow.Outcome, bool) {
 			}
 			w.print(text.Durable(textOf(r)))
 		}
-	case claims.ToolCalled, claims.ToolSucceeded, claims.ToolFailed, claims.StepFailedEvent, claims.ExecutionCancelling:
+	case claims.ExecutionCancelling:
+		if w.wait.Ours(r.Step) {
+			w.say("execution %s is being stopped", follow.ID(r.Execution))
+		}
+	case claims.ToolCalled, claims.ToolSucceeded, claims.ToolFailed, claims.StepFailedEvent:
 		if w.wait.Ours(r.Step) {
 			w.say("%s: %s", r.Type, follow.Describe(r))
 		}
@@ -283,7 +287,11 @@ func (w *wakeWait) started(r claims.Record) {
 	if !w.wait.Ours(r.Step) {
 		return
 	}
-	w.say("step %s runs on %s", follow.Describe(r), w.workers[r.Execution])
+	where := ""
+	if worker := w.workers[r.Execution]; worker != "" { // its execution may have started before we looked
+		where = " on " + worker
+	}
+	w.say("step %s runs%s", follow.Describe(r), where)
 	if r.Seq > w.history.last { // else the beginning of its live text was missed
 		w.texts[r.Step] = &follow.Text{}
 		w.print(w.texts[r.Step].Live(early))

@@ -1,7 +1,7 @@
 -- For people: the columns of inspect_sessions of one session, and its claim and
 -- quarantine whole.
 SELECT s.session_id, s.epoch, s.last_seq, s.relayed_seq, s.armed, s.unarmed, s.delayed, s.wakes - s.wakes_served, s.continuations,
-       s.ready_at, s.created_at, s.updated_at, c.phase, c.acquired_at, l.name,
+       s.ready_at, s.created_at, s.updated_at, c.phase, c.phase_at, l.name,
        COALESCE(c.revoked = '' AND l.expires_at > statement_timestamp(), FALSE),
        q.reason, q.created_at, statement_timestamp(),
        s.takeovers, c.execution_id::TEXT, c.holder::TEXT, c.scanner, c.phase_at, c.reason, c.revoked, c.verdict,

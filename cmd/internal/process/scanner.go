@@ -67,6 +67,11 @@ func Scanner(ctx context.Context, f flags.Scanner, stderr io.Writer) error {
 		if err := p.ensureStreams(ctx, streams); err != nil {
 			return err
 		}
+		select { // the first lease; a lost one it waits for by itself
+		case <-keeper.Opened():
+		case <-ctx.Done():
+			return ctx.Err()
+		}
 		return scan.Run(ctx)
 	}, func(ctx context.Context) error {
 		p.sweepLeases(ctx)
