@@ -145,12 +145,14 @@ func run(t testing.TB, f func(context.Context) error) (stop func()) {
 // eventually polls what the server or a fake will make true, as only polling shows.
 func eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
+	tick := time.NewTicker(2 * time.Millisecond)
+	defer tick.Stop()
 	deadline := time.Now().Add(30 * time.Second)
 	for !ok() {
 		if time.Now().After(deadline) {
 			t.Fatalf("never: %s", what)
 		}
-		time.Sleep(2 * time.Millisecond)
+		<-tick.C
 	}
 }
 

@@ -38,11 +38,17 @@ type recorder struct {
 	flushes sync.Mutex // one append at a time, in order
 	running sync.WaitGroup
 	closed  bool
+	release func() bool // lets go of the execution's context
 }
 
 func newRecorder(e *execution, step claims.Step) *recorder {
 	r := &recorder{exec: e, step: step}
 	r.room.L = &r.mu
+	r.release = context.AfterFunc(e.ctx, func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.room.Broadcast()
+	})
 	return r
 }
 
@@ -89,6 +95,9 @@ func (r *recorder) add(c claims.Content, size int) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for r.err == nil && !r.closed && r.bytes > 0 && r.bytes+size > maxPending {
+		if r.exec.ctx.Err() != nil { // a step that must stop does not wait for the log
+			return context.Cause(r.exec.ctx)
+		}
 		r.flushSoon(0)
 		r.room.Wait()
 	}
@@ -202,6 +211,7 @@ func (r *recorder) decline(reason string) error {
 
 // close ends the recording after the join and returns what was not appended.
 func (r *recorder) close() []claims.Content {
+	r.release()
 	r.mu.Lock()
 	r.closed = true
 	r.room.Broadcast()

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -719,4 +720,33 @@ func TestI16SnapshotsAreTheOwners(t *testing.T) {
 		w.settled("s")
 		w.wantTypes("s", append(started, "step.failed(handler)", "execution.ended(failed)")...)
 	})
+}
+
+// A handler whose output waits for the log is let go when its step must stop.
+func TestOutputThatWaitsForTheLogEndsWithTheStep(t *testing.T) {
+	w := newWorld(t)
+	m := w.worker(options())
+	m.wake("s", "a")
+	c := m.call()
+	g := m.store.gate("before:record")
+	said := make(chan error, 1)
+	go func() {
+		for {
+			if err := c.out.Text(strings.Repeat("x", 256<<10)); err != nil {
+				said <- err
+				return
+			}
+		}
+	}()
+	wait(w, "an append", g.reached) // held: what comes now fills the buffer, and waits
+	m.interrupt("s")
+	if err := wait(w, "end of the output", said); !errors.Is(err, claims.ErrInterrupted) {
+		t.Errorf("Text: %v", err)
+	}
+	close(g.open)
+	c.fail(c.ctx.Err())
+	w.settled("s")
+	if types := w.types("s"); count(types, "step.interrupted(true)") != 1 {
+		t.Errorf("events: %s", types)
+	}
 }
