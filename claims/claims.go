@@ -119,6 +119,12 @@ var (
 	ErrIllegal = errors.New("operation is illegal in this phase")
 	// ErrQuarantined: the session is out of circulation until an operator releases it (I30).
 	ErrQuarantined = errors.New("session is quarantined")
+	// ErrNotQuarantined: there is nothing to release; it was released, or is
+	// quarantined anew since it was looked at (I30).
+	ErrNotQuarantined = errors.New("session is not in that quarantine")
+	// ErrNothingToRetry: the quarantined promise does not decode and the log does
+	// not tell what it promised.
+	ErrNothingToRetry = errors.New("nothing tells what a retry would continue")
 	// ErrInputConflict: the input id was used before with another body or delivery (I20).
 	ErrInputConflict = errors.New("input id was used before with another body or delivery")
 	// ErrUnconfirmed: only the sequence of the command is newer, so the stream's

@@ -83,6 +83,7 @@ type OpenStep struct {
 	Lineage    ExecutionID   `json:"lineage"`
 	Executions []ExecutionID `json:"executions"`
 	Trace      string        `json:"traceparent,omitempty"`
+	Seq        int64         `json:"seq"` // of its step.started
 }
 
 // Promise is the continuation that closing this step leaves.
@@ -206,6 +207,24 @@ func DecodeStep(at Stands, body []byte) (*OpenStep, *Poison) {
 			o.Index, o.Attempt, o.Recoveries, o.Lineage, o.Execution)
 	}
 	return &o, nil
+}
+
+// ReleaseHow is how an operator releases a quarantined session (I30).
+type ReleaseHow string
+
+// The ways of contract.md section 2.
+const (
+	ReleaseRetry       ReleaseHow = "retry"       // what was quarantined runs again
+	ReleaseInterrupted ReleaseHow = "interrupted" // it is cancelled, the session goes on with what is pending
+	ReleaseDiscard     ReleaseHow = "discard"     // it is cancelled, and so is what is pending
+)
+
+// Release is an operator's decision about one quarantine.
+type Release struct {
+	Session    SessionID
+	Quarantine string // the id of the quarantine that was looked at
+	How        ReleaseHow
+	By, Why    string // for the event
 }
 
 // Limits are the numbers past which a session is quarantined instead of

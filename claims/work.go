@@ -270,7 +270,15 @@ type Candidate struct {
 	Execution ExecutionID
 	Phase     Phase
 	Revoked   Cause
-	DueAt     time.Time
+	DueAt     time.Time // its place in the lane
+	// Overdue is since the lease of its holder expired; 0: unknown.
+	Overdue time.Duration
+}
+
+// DueSession is a session that a scanner found due for one of its lanes.
+type DueSession struct {
+	Session SessionID
+	Overdue time.Duration // since it is due; 0: unknown
 }
 
 // DueContinuation is a continuation that a scanner found due.
@@ -282,4 +290,5 @@ type DueContinuation struct {
 	Unstarted bool   // the session has neither claim nor quarantine
 	// Superseded: its chain has a newer promise.
 	Superseded bool
+	Overdue    time.Duration // since it is due
 }

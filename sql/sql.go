@@ -44,10 +44,20 @@ var (
 	CloseLease string
 	//go:embed statements/cover_inputs.sql
 	CoverInputs string
+	//go:embed statements/dead_holders.sql
+	DeadHolders string
 	//go:embed statements/delete_continuation.sql
 	DeleteContinuation string
 	//go:embed statements/delete_dead_leases.sql
 	DeleteDeadLeases string
+	//go:embed statements/delete_events.sql
+	DeleteEvents string
+	//go:embed statements/delete_inputs.sql
+	DeleteInputs string
+	//go:embed statements/delete_quarantine.sql
+	DeleteQuarantine string
+	//go:embed statements/discard_wakes.sql
+	DiscardWakes string
 	//go:embed statements/due_continuation.sql
 	DueContinuation string
 	//go:embed statements/due_continuations.sql
@@ -56,6 +66,8 @@ var (
 	DueInputs string
 	//go:embed statements/due_relays.sql
 	DueRelays string
+	//go:embed statements/due_retentions.sql
+	DueRetentions string
 	//go:embed statements/due_sessions.sql
 	DueSessions string
 	//go:embed statements/find_token.sql
@@ -66,6 +78,8 @@ var (
 	GetInput string
 	//go:embed statements/get_inputs.sql
 	GetInputs string
+	//go:embed statements/get_quarantine.sql
+	GetQuarantine string
 	//go:embed statements/heartbeat.sql
 	Heartbeat string
 	//go:embed statements/held.sql
@@ -112,6 +126,8 @@ var (
 	LockSession string
 	//go:embed statements/next_continuation_due.sql
 	NextContinuationDue string
+	//go:embed statements/next_due.sql
+	NextDue string
 	//go:embed statements/next_holder.sql
 	NextHolder string
 	//go:embed statements/next_input_due.sql
@@ -124,6 +140,8 @@ var (
 	Notices string
 	//go:embed statements/now.sql
 	Now string
+	//go:embed statements/oldest_events.sql
+	OldestEvents string
 	//go:embed statements/open_lease.sql
 	OpenLease string
 	//go:embed statements/own_lease.sql
@@ -140,6 +158,10 @@ var (
 	RemoveExpiredClaim string
 	//go:embed statements/remove_recovery_claim.sql
 	RemoveRecoveryClaim string
+	//go:embed statements/replay.sql
+	Replay string
+	//go:embed statements/restore_inputs.sql
+	RestoreInputs string
 	//go:embed statements/revoked_claims.sql
 	RevokedClaims string
 	//go:embed statements/save_sessions.sql
@@ -148,6 +170,8 @@ var (
 	SchemaVersion string
 	//go:embed statements/session_continuations.sql
 	SessionContinuations string
+	//go:embed statements/step_events.sql
+	StepEvents string
 	//go:embed statements/take_due_wakes.sql
 	TakeDueWakes string
 	//go:embed statements/touch_claims.sql
@@ -156,6 +180,8 @@ var (
 	TouchContinuations string
 	//go:embed statements/touch_relays.sql
 	TouchRelays string
+	//go:embed statements/touch_retentions.sql
+	TouchRetentions string
 	//go:embed statements/touch_sessions.sql
 	TouchSessions string
 	//go:embed statements/unrelayed.sql

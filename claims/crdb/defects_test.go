@@ -99,7 +99,7 @@ func TestI29LanesAreDisjoint(t *testing.T) {
 	sessions, err := base.store.DueSessions(base.ctx(), batch)
 	base.ok(err)
 	for _, s := range sessions {
-		first[s] = true
+		first[s.Session] = true
 	}
 	if len(first) != 2*batch {
 		t.Errorf("a pass announces %d different sessions (%d continuations, ordinary %v), want %d", len(first), len(due), sessions, 2*batch)
@@ -150,7 +150,7 @@ func TestScannersMarkIsNeverMissing(t *testing.T) {
 				due, err := r.store.DueSessions(r.ctx(), 1000)
 				r.ok(err)
 				for _, s := range due {
-					if s == r.session {
+					if s.Session == r.session {
 						return true
 					}
 				}

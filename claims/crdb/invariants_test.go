@@ -27,7 +27,7 @@ type sessionState struct {
 	wokenAt                 *time.Time
 	promised, continuations int64
 	readyAt, readyDueAt     *time.Time
-	relayDueAt              *time.Time
+	relayDueAt, keptSince   *time.Time
 	updatedAt               time.Time
 
 	claim   *claimState
@@ -128,11 +128,11 @@ func readSessions(ctx context.Context, tx pgx.Tx) ([]*sessionState, error) {
 		return s
 	}
 	err := each(ctx, tx, `SELECT session_id, epoch, execution_id::TEXT, quarantine_id::TEXT, last_seq, relayed_seq, position, unarmed, armed, delayed,
-		wakes, wakes_served, woken_at, promised, continuations, ready_at, ready_due_at, relay_due_at, updated_at FROM sessions ORDER BY session_id`,
+		wakes, wakes_served, woken_at, promised, continuations, ready_at, ready_due_at, relay_due_at, kept_since, updated_at FROM sessions ORDER BY session_id`,
 		func(r pgx.Rows) error {
 			var s sessionState
 			err := r.Scan(&s.id, &s.epoch, &s.execution, &s.quarantine, &s.lastSeq, &s.relayed, &s.position, &s.unarmed, &s.armed, &s.delayed,
-				&s.wakes, &s.served, &s.wokenAt, &s.promised, &s.continuations, &s.readyAt, &s.readyDueAt, &s.relayDueAt, &s.updatedAt)
+				&s.wakes, &s.served, &s.wokenAt, &s.promised, &s.continuations, &s.readyAt, &s.readyDueAt, &s.relayDueAt, &s.keptSince, &s.updatedAt)
 			byID[s.id], all = &s, append(all, &s)
 			return err
 		})
@@ -301,8 +301,22 @@ type stepState struct {
 	continued bool // another step goes on with it
 }
 
+// pruned reports whether the retention lane took the beginning of the log, or all of it: what is left has no gap.
+func (s *sessionState) pruned() bool {
+	next := s.lastSeq + 1
+	for _, r := range slices.Backward(s.log) {
+		if next--; r.Seq != next {
+			return false
+		}
+	}
+	return next > 1 && s.keptSince == nil == (len(s.log) == 0)
+}
+
 // brokenLog holds I23 and I24 and the life of executions and steps against the log and the rows.
 func (s *sessionState) brokenLog(bad func(string, ...any)) {
+	if s.pruned() {
+		return // what is gone can't be held against the rows
+	}
 	if n := len(s.log); int64(n) != s.lastSeq || n > 0 && (s.log[0].Seq != 1 || s.log[n-1].Seq != s.lastSeq) {
 		bad("last_seq is %d, the log has %d events", s.lastSeq, n)
 	}
@@ -402,6 +416,8 @@ type logState struct {
 	epoch   int64
 	running claims.ExecutionID
 	open    claims.StepID
+	left    claims.StepID // open when its session was quarantined
+	leftBy  claims.ExecutionID
 	steps   map[claims.StepID]*stepState
 	inputs  map[string]string
 	ended   map[claims.ExecutionID]bool
@@ -437,8 +453,13 @@ func (l *logState) event(r claims.Record) {
 		}
 		l.running, l.ended[r.Execution] = r.Execution, false
 	case claims.ExecutionEnded:
-		// A step may be open still where the session is quarantined; that is held against the rows.
+		// A step may be open still where the session is quarantined; that is held against the rows. A release closes it.
+		l.left, l.leftBy = l.open, l.running
 		l.ended[r.Execution], l.running, l.open = true, "", ""
+	case claims.SessionReleased:
+		if l.left != "" {
+			l.open, l.running, l.left = l.left, l.leftBy, ""
+		}
 	case claims.StepStartedEvent:
 		l.start(r, d.Index, d.Inputs, d.Continues)
 	case claims.StepEndedEvent, claims.StepFailedEvent, claims.StepInterruptedEvent:
@@ -447,6 +468,9 @@ func (l *logState) event(r claims.Record) {
 			return
 		}
 		l.steps[r.Step].closed, l.open = true, ""
+		if l.ended[l.running] {
+			l.running = ""
+		}
 	case claims.TextEvent, claims.ToolCalled, claims.ToolSucceeded, claims.ToolFailed, claims.SnapshotEvent, claims.ExecutionCancelling:
 		if l.open == "" || l.open != r.Step {
 			l.bad("event %d %s is of step %s, %q is open", r.Seq, r.Type, r.Step, l.open)

@@ -33,17 +33,42 @@ func (s *Store) Unrelayed(ctx context.Context, session claims.SessionID, limit i
 		if r.lines == nil {
 			continue
 		}
-		for line := range strings.SplitSeq(*r.lines, "\n") {
-			rec, err := claims.ParseRecord([]byte(line))
-			if err != nil {
-				return 0, nil, fmt.Errorf("session %s: %w", session, err)
-			}
-			if rec.Seq > relayed { // a mark may stand inside an append
-				records = append(records, rec)
-			}
+		if records, err = appendRecords(records, *r.lines, relayed); err != nil {
+			return 0, nil, fmt.Errorf("session %s: %w", session, err)
 		}
 	}
 	return relayed, records, nil
+}
+
+// appendRecords adds the events of one append that come after a number, which
+// may stand inside it.
+func appendRecords(records []claims.Record, lines string, after int64) ([]claims.Record, error) {
+	for line := range strings.SplitSeq(lines, "\n") {
+		rec, err := claims.ParseRecord([]byte(line))
+		if err != nil {
+			return nil, err
+		}
+		if rec.Seq > after {
+			records = append(records, rec)
+		}
+	}
+	return records, nil
+}
+
+// Replay reads the events after a number, relayed or not, oldest first, at most
+// limit appends: for a stream that lost what it had (I25). What is past its
+// retention is not among them, so the first may be a later one than after + 1.
+func (s *Store) Replay(ctx context.Context, session claims.SessionID, after int64, limit int) (records []claims.Record, err error) {
+	rows, err := query(ctx, s, "replay", sql.Replay, pgx.RowTo[string], string(session), after, int64(limit))
+	if err != nil {
+		return nil, fmt.Errorf("session %s: %w", session, err)
+	}
+	for _, lines := range rows {
+		if records, err = appendRecords(records, lines, after); err != nil {
+			return nil, fmt.Errorf("session %s: %w", session, err)
+		}
+	}
+	return records, nil
 }
 
 // NoteRelayed raises the relay marks of many sessions, in one transaction. A

@@ -24,48 +24,140 @@ var allShards = func() []int64 {
 
 // ExpiredClaims reads at most limit claims of dead holders, or revoked, those
 // first that were touched longest ago. A holder without a lease row is dead.
+// What it reads is a small multiple of limit, however many claims are expired
+// or live (I29).
 func (s *Store) ExpiredClaims(ctx context.Context, limit int) ([]claims.Candidate, error) {
 	const op = "expired_claims"
-	scan := func(row pgx.CollectableRow) (claims.Candidate, error) {
-		var c claims.Candidate
-		err := row.Scan(&c.Session, &c.Execution, &c.Phase, &c.Revoked, &c.DueAt)
-		return c, err
-	}
-	type holder struct {
-		id   string
-		live bool
-	}
-	out, err := query(ctx, s, op, sql.RevokedClaims, scan, int64(limit))
+	out, err := query(ctx, s, op, sql.RevokedClaims, scanCandidate, int64(limit))
 	if err != nil {
 		return nil, err
 	}
-	for after := uuid.Nil.String(); ; {
-		next, err := query(ctx, s, op, sql.NextHolder, func(row pgx.CollectableRow) (holder, error) {
+	holders, err := query(ctx, s, op, sql.DeadHolders, pgx.RowTo[string], int64(limit))
+	if err != nil {
+		return nil, err
+	}
+	orphans, err := s.orphanHolders(ctx)
+	if err != nil {
+		return nil, err
+	}
+	found, err := s.oldestClaims(ctx, append(holders, orphans...), limit)
+	if err != nil {
+		return nil, err
+	}
+	out = append(out, found...)
+	slices.SortStableFunc(out, func(a, b claims.Candidate) int { return a.DueAt.Compare(b.DueAt) })
+	return out[:min(limit, len(out))], nil
+}
+
+func scanCandidate(row pgx.CollectableRow) (claims.Candidate, error) {
+	var c claims.Candidate
+	var overdue int64
+	err := row.Scan(&c.Session, &c.Execution, &c.Phase, &c.Revoked, &c.DueAt, &overdue)
+	c.Overdue = time.Duration(overdue) * time.Microsecond
+	return c, err
+}
+
+// holderSteps bounds how many holders one call looks at for a lease row.
+const holderSteps = 16
+
+// orphanHolders finds holders of claims that have no lease row: somebody else
+// deleted it, since the store never does while a claim names it. The walk over
+// all holders goes on where the call before stopped.
+func (s *Store) orphanHolders(ctx context.Context) (out []string, err error) {
+	type holder struct {
+		id     string
+		leased bool
+	}
+	s.walk.mu.Lock()
+	defer s.walk.mu.Unlock()
+	for range holderSteps {
+		next, err := query(ctx, s, "expired_claims", sql.NextHolder, func(row pgx.CollectableRow) (holder, error) {
 			var h holder
-			err := row.Scan(&h.id, &h.live)
+			err := row.Scan(&h.id, &h.leased)
 			return h, err
-		}, after)
+		}, s.walk.after)
 		if err != nil {
 			return nil, err
 		}
 		if len(next) == 0 {
+			s.walk.after = uuid.Nil.String()
 			break
 		}
-		if after = next[0].id; next[0].live {
-			continue
-		}
-		found, err := query(ctx, s, op, sql.HolderClaims, scan, after, int64(limit))
-		if err != nil {
-			return nil, err
-		}
-		for _, c := range found {
-			if c.Revoked == claims.None { // the revoked are there already
-				out = append(out, c)
-			}
+		if s.walk.after = next[0].id; !next[0].leased {
+			out = append(out, next[0].id)
 		}
 	}
-	slices.SortStableFunc(out, func(a, b claims.Candidate) int { return a.DueAt.Compare(b.DueAt) })
-	return out[:min(limit, len(out))], nil
+	return out, nil
+}
+
+// holderPage is the least that is read of one holder at once.
+const holderPage = 8
+
+// oldestClaims merges the claims of some holders, those first that were
+// touched longest ago, at most limit of them. It reads a page of each holder,
+// and the next one only where the merge has used a page up.
+func (s *Store) oldestClaims(ctx context.Context, holders []string, limit int) ([]claims.Candidate, error) {
+	pages := make([]claimPage, len(holders))
+	for i, h := range holders {
+		pages[i] = claimPage{holder: h, more: true}
+	}
+	var out []claims.Candidate
+	page := max(holderPage, limit/max(1, len(holders))+1)
+	for len(out) < limit {
+		if err := s.refill(ctx, pages, page); err != nil {
+			return nil, err
+		}
+		oldest := -1
+		for i, p := range pages {
+			if len(p.rows) > 0 && (oldest < 0 || p.rows[0].DueAt.Before(pages[oldest].rows[0].DueAt)) {
+				oldest = i
+			}
+		}
+		if oldest < 0 {
+			break
+		}
+		out = append(out, pages[oldest].rows[0])
+		pages[oldest].rows = pages[oldest].rows[1:]
+	}
+	return out, nil
+}
+
+// claimPage is what was read of one holder's claims and not merged yet.
+type claimPage struct {
+	holder  string
+	rows    []claims.Candidate
+	due     time.Time // of the last row that was read
+	session claims.SessionID
+	more    bool // there may be rows after that
+}
+
+// refill reads on for the holders whose page is used up.
+func (s *Store) refill(ctx context.Context, pages []claimPage, page int) error {
+	at := map[string]*claimPage{}
+	var holders, sessions []string
+	var dues []time.Time
+	for i := range pages {
+		if p := &pages[i]; len(p.rows) == 0 && p.more {
+			at[p.holder], p.more = p, false
+			holders, dues, sessions = append(holders, p.holder), append(dues, p.due), append(sessions, string(p.session))
+		}
+	}
+	if len(at) == 0 {
+		return nil
+	}
+	_, err := query(ctx, s, "expired_claims", sql.HolderClaims, func(row pgx.CollectableRow) (struct{}, error) {
+		var c claims.Candidate
+		var overdue int64
+		var holder string
+		err := row.Scan(&c.Session, &c.Execution, &c.Phase, &c.Revoked, &c.DueAt, &overdue, &holder)
+		if p := at[holder]; err == nil {
+			c.Overdue = time.Duration(overdue) * time.Microsecond
+			p.rows, p.due, p.session = append(p.rows, c), c.DueAt, c.Session
+			p.more = len(p.rows) == page
+		}
+		return struct{}{}, err
+	}, holders, dues, sessions, int64(page))
+	return err
 }
 
 // touch runs a touch, its own committed statement, and keeps the rows that were
@@ -286,7 +378,9 @@ func (s *Store) EndExpired(ctx context.Context, c claims.Candidate, uncertainInt
 func (s *Store) DueContinuations(ctx context.Context, limit int) ([]claims.DueContinuation, error) {
 	return query(ctx, s, "due_continuations", sql.DueContinuations, func(row pgx.CollectableRow) (claims.DueContinuation, error) {
 		var d claims.DueContinuation
-		err := row.Scan(&d.Session, &d.Number, &d.Body, &d.Epoch, &d.Unstarted, &d.Superseded)
+		var overdue int64
+		err := row.Scan(&d.Session, &d.Number, &d.Body, &d.Epoch, &d.Unstarted, &d.Superseded, &overdue)
+		d.Overdue = time.Duration(overdue) * time.Microsecond
 		return d, err
 	}, allShards, int64(limit))
 }
@@ -345,16 +439,18 @@ const sweepRounds = 10
 
 // DueSessions reads at most limit ready sessions that a scanner should look
 // at. Sessions that are still marked and not ready it passes over and unmarks.
-func (s *Store) DueSessions(ctx context.Context, limit int) ([]claims.SessionID, error) {
+func (s *Store) DueSessions(ctx context.Context, limit int) ([]claims.DueSession, error) {
 	type row struct {
-		id    claims.SessionID
+		claims.DueSession
 		ready bool
 	}
-	var ready []claims.SessionID
+	var ready []claims.DueSession
 	for range sweepRounds {
 		rows, err := query(ctx, s, "due_sessions", sql.DueSessions, func(r pgx.CollectableRow) (row, error) {
 			var v row
-			err := r.Scan(&v.id, &v.ready)
+			var overdue int64
+			err := r.Scan(&v.Session, &v.ready, &overdue)
+			v.Overdue = time.Duration(overdue) * time.Microsecond
 			return v, err
 		}, allShards, int64(limit))
 		if err != nil {
@@ -364,9 +460,9 @@ func (s *Store) DueSessions(ctx context.Context, limit int) ([]claims.SessionID,
 		ready = ready[:0]
 		for _, r := range rows {
 			if r.ready {
-				ready = append(ready, r.id)
+				ready = append(ready, r.DueSession)
 			} else {
-				marked = append(marked, r.id)
+				marked = append(marked, r.Session)
 			}
 		}
 		if len(marked) > 0 {
@@ -381,6 +477,22 @@ func (s *Store) DueSessions(ctx context.Context, limit int) ([]claims.SessionID,
 	return ready, nil
 }
 
+// dueMarks bounds how many marks of one shard NextDue looks at.
+const dueMarks = 64
+
+// NextDue answers in how long the next delayed wake, input or continuation is
+// due that the ordinary and the recovery lane have to announce at its time;
+// false where none is found due within a while. It looks at a bounded number of
+// marks, so that it can miss one while very many sessions are busy: it is for a
+// scanner's pause, which is bounded otherwise.
+func (s *Store) NextDue(ctx context.Context, within time.Duration) (in time.Duration, ok bool, err error) {
+	rows, err := query(ctx, s, "next_due", sql.NextDue, pgx.RowTo[*int64], allShards, within.Microseconds(), int64(dueMarks))
+	if err != nil || len(rows) == 0 || rows[0] == nil {
+		return 0, false, err
+	}
+	return time.Duration(*rows[0]) * time.Microsecond, true, nil
+}
+
 // TouchSessions sends ready sessions to the back of their lane, for a time, and
 // returns those that no other scanner has touched meanwhile.
 func (s *Store) TouchSessions(ctx context.Context, ids []claims.SessionID, again time.Duration) ([]claims.SessionID, error) {
@@ -388,8 +500,16 @@ func (s *Store) TouchSessions(ctx context.Context, ids []claims.SessionID, again
 }
 
 // DueRelays reads at most limit sessions whose unpublished events are overdue.
-func (s *Store) DueRelays(ctx context.Context, limit int) ([]claims.SessionID, error) {
-	return query(ctx, s, "due_relays", sql.DueRelays, pgx.RowTo[claims.SessionID], allShards, int64(limit))
+func (s *Store) DueRelays(ctx context.Context, limit int) ([]claims.DueSession, error) {
+	return query(ctx, s, "due_relays", sql.DueRelays, scanDueSession, allShards, int64(limit))
+}
+
+func scanDueSession(row pgx.CollectableRow) (claims.DueSession, error) {
+	var d claims.DueSession
+	var overdue int64
+	err := row.Scan(&d.Session, &overdue)
+	d.Overdue = time.Duration(overdue) * time.Microsecond
+	return d, err
 }
 
 // TouchRelays sends sessions to the back of the relay lane, for a time, and

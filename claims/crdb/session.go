@@ -31,6 +31,7 @@ type sessionRow struct {
 	takeovers               int64
 	readyAt, readyDueAt     *time.Time
 	relayDueAt              *time.Time
+	keptSince               *time.Time
 }
 
 // claimRow is a row of claims with whether its lease is live.
@@ -183,7 +184,7 @@ func (t *txn) load(ctx context.Context, create bool) error {
 	err := res.QueryRow().Scan(&s.shard, &s.epoch, &s.execution, &s.quarantine, &s.lastSeq, &s.relayedSeq,
 		&s.commandSeq, &s.commandTime, &s.position, &s.unarmed, &s.armed, &s.delayed,
 		&s.wakes, &s.wakesServed, &s.wokenAt, &s.promised, &s.continuations, &s.takeovers,
-		&s.readyAt, &s.readyDueAt, &s.relayDueAt,
+		&s.readyAt, &s.readyDueAt, &s.relayDueAt, &s.keptSince,
 		&execution, &ranAs, &holder, &scanner, &epoch,
 		&phase, &reason, &revoked, &verdict, &steps, &c.stepID, &c.step, &phaseAt, &c.leaseLive)
 	if errors.Is(err, pgx.ErrNoRows) {
@@ -348,6 +349,9 @@ func (t *txn) flush(ctx context.Context) error {
 			due := t.now.Add(t.opts.RelayGrace)
 			s.relayDueAt = &due
 		}
+		if s.keptSince == nil {
+			s.keptSince = &t.now
+		}
 		t.must(sql.InsertEvents, id, []int64{s.lastSeq}, []int64{s.lastSeq - n + 1}, []int64{s.epoch},
 			[]string{t.token}, []string{strings.Join(t.lines, "\n")}, []time.Time{t.now})
 	}
@@ -373,6 +377,7 @@ func (t *txn) flush(ctx context.Context) error {
 		[]*time.Time{s.readyAt},
 		[]*time.Time{s.readyDueAt},
 		[]*time.Time{s.relayDueAt},
+		[]*time.Time{s.keptSince},
 		[]time.Time{t.now},
 	}
 	if t.isNew { // first: where it is there, what follows means nothing
@@ -543,10 +548,6 @@ func (t *txn) promote(ctx context.Context, h *head, base claims.OpenStep) (*clai
 	}
 	t.serveWakes()
 	st.Continues, st.Attempt, st.Trace = o.Continues, o.Attempt, o.Trace
-	body, err := claims.Marshal(o)
-	if err != nil {
-		return nil, "", err
-	}
 	t.ran, t.step, t.trace = o.Execution, o.Step, o.Trace
 	if h.continuation == nil {
 		for _, id := range o.Inputs {
@@ -554,7 +555,9 @@ func (t *txn) promote(ctx context.Context, h *head, base claims.OpenStep) (*clai
 		}
 	}
 	t.event(claims.StepStartedEvent, claims.StepStartedData{Index: o.Index, Inputs: o.Inputs, Continues: o.Continues})
-	return st, string(body), nil
+	o.Seq = t.s.lastSeq
+	body, err := claims.Marshal(o)
+	return st, string(body), err
 }
 
 // cover marks armed inputs as covered by a step.
@@ -645,7 +648,7 @@ func (t *txn) promise(ctx context.Context, c *claims.Continuation) error {
 	if err != nil {
 		return err
 	}
-	return t.atOnce(ctx, sql.InsertContinuation, string(t.id), c.Number, t.s.shard, string(c.Lineage), c.NotBefore, c.NotBefore.Add(t.opts.AnnounceGrace), string(body))
+	return t.atOnce(ctx, sql.InsertContinuation, string(t.id), c.Number, t.s.shard, string(c.Lineage), c.NotBefore, t.announceAt(c.NotBefore), string(body))
 }
 
 // rearm computes when the session is ready from what is pending (I22), and
@@ -664,7 +667,7 @@ func (t *txn) rearm(ctx context.Context) (ready bool, err error) {
 		}
 	}
 	if s.wakes > s.wakesServed {
-		earliest(&t.now)
+		earliest(s.wokenAt)
 	}
 	for _, q := range []struct {
 		there     bool
@@ -691,19 +694,27 @@ func (t *txn) rearm(ctx context.Context) (ready bool, err error) {
 	if ordinary == nil {
 		return ready, nil
 	}
-	// A head that is due now is announced by who made it so; a later one by the
-	// scanner, at its time.
-	due := *ordinary
-	if !due.After(t.now) {
-		due = t.now.Add(t.opts.AnnounceGrace)
+	due, late := t.announceAt(*ordinary), time.Duration(0)
+	if due != *ordinary {
+		late = t.opts.AnnounceGrace
 	}
 	// The scanner's mark is indexed, and so it is only moved to an earlier time,
 	// and never taken back here: the scanner does that, when it finds the session
 	// not ready. A session that is claimed and settled leaves the index alone.
-	if s.readyDueAt == nil || s.readyDueAt.After(due.Add(t.opts.AnnounceGrace)) {
+	if s.readyDueAt == nil || s.readyDueAt.After(due.Add(late)) {
 		s.readyDueAt = &due
 	}
 	return ready, nil
+}
+
+// announceAt is when the scanner announces what is due at a time. What is due
+// now is announced by who made it so, and the scanner only makes up for one that
+// died; what is due later is the scanner's, at its time.
+func (t *txn) announceAt(due time.Time) time.Time {
+	if due.After(t.now) {
+		return due
+	}
+	return t.now.Add(t.opts.AnnounceGrace)
 }
 
 // end is the one place that ends an execution (I22): its event, the claim's

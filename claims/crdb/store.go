@@ -24,8 +24,10 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"strings"
+	"sync"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -98,6 +100,11 @@ type Store struct {
 	opts Options
 	// seen are sessions that are known to exist; it is a hint.
 	seen seen
+	// walk is where the walk over the holders of claims goes on; see orphanHolders.
+	walk struct {
+		mu    sync.Mutex
+		after string
+	}
 
 	retries   *prometheus.CounterVec
 	ambiguous *prometheus.CounterVec
@@ -121,6 +128,7 @@ func Open(ctx context.Context, url string, o Options) (*Store, error) {
 			Name: "reveille_events_appended_total", Help: "Events appended to the log, by type.",
 		}, []string{"type"}),
 	}
+	s.walk.after = uuid.Nil.String()
 	var err error
 	if s.pool, err = newPool(ctx, url, o, o.MaxConns); err != nil {
 		return nil, err

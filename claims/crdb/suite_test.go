@@ -375,6 +375,7 @@ func brief(rec claims.Record) string {
 		Code      string
 		Joined    *bool
 		Reason    string
+		How       string
 		Continues *claims.Continues
 	}
 	if err := json.Unmarshal(rec.Data, &d); err != nil {
@@ -402,6 +403,8 @@ func brief(rec claims.Record) string {
 		s += "(" + d.Kind + ")"
 	case claims.SessionQuarantined:
 		s += "(" + d.Reason + ")"
+	case claims.SessionReleased:
+		s += "(" + d.How + ")"
 	}
 	return s
 }

@@ -6,7 +6,7 @@
 SELECT s.shard, s.epoch, s.execution_id::TEXT, s.quarantine_id::TEXT, s.last_seq, s.relayed_seq,
        s.command_seq, s.command_time, s.position, s.unarmed, s.armed, s.delayed,
        s.wakes, s.wakes_served, s.woken_at, s.promised, s.continuations, s.takeovers,
-       s.ready_at, s.ready_due_at, s.relay_due_at,
+       s.ready_at, s.ready_due_at, s.relay_due_at, s.kept_since,
        c.execution_id::TEXT, c.ran_as::TEXT, c.holder::TEXT, c.scanner, c.epoch,
        c.phase, c.reason, c.revoked, c.verdict, c.steps, c.step_id::TEXT, c.step, c.phase_at,
        COALESCE((SELECT l.expires_at > statement_timestamp() FROM leases l WHERE l.holder = c.holder), FALSE)

@@ -1,0 +1,1 @@
+DELETE FROM wakes WHERE session_id = $1::TEXT
