@@ -95,6 +95,9 @@ type Claim struct {
 	Execution ExecutionID
 	Holder    HolderID
 	Epoch     int64
+	// Verdict is, of a claim that a scanner took over, how it converts it; an
+	// interrupt may raise it since.
+	Verdict Cause
 }
 
 // Notice says of a claim that is not plainly running what its owner must know.

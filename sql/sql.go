@@ -112,6 +112,8 @@ var (
 	InspectLeases string
 	//go:embed statements/inspect_quarantined.sql
 	InspectQuarantined string
+	//go:embed statements/inspect_quarantines.sql
+	InspectQuarantines string
 	//go:embed statements/inspect_ready.sql
 	InspectReady string
 	//go:embed statements/inspect_session.sql

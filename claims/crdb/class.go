@@ -56,7 +56,8 @@ func classify(err error, at where) class {
 			return ambiguous
 		}
 		return retryable
-	case pg.Code == "53300": // too many connections
+	case pg.Code == "53300", // too many connections
+		pg.Code == "25P03": // ended because this process was stopped in it: nothing of it was committed
 		return retryable
 	case len(pg.Code) == 5 && (pg.Code[:2] == "22" || pg.Code[:2] == "23"):
 		return refused

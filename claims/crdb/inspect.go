@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -204,6 +205,62 @@ type QuarantineDetail struct {
 	Detail   string          `json:"detail"`
 	Evidence json.RawMessage `json:"evidence"`
 	Since    time.Time       `json:"since"`
+}
+
+// Quarantine is one in a list.
+type Quarantine struct {
+	Session claims.SessionID `json:"session"`
+	ID      string           `json:"id"`
+	Lane    string           `json:"lane"`
+	Reason  claims.Reason    `json:"reason"`
+	Detail  string           `json:"detail"`
+	Since   time.Time        `json:"since"`
+	Now     time.Time        `json:"now"` // the database's
+}
+
+// Quarantines reads a page of at most limit (and MaxPage) quarantines, the
+// oldest first, of one reason, or of all where it is empty. It returns the
+// cursor of the next page, or nil where this was the last.
+func (s *Store) Quarantines(ctx context.Context, reason claims.Reason, after Cursor, limit int) ([]Quarantine, *Cursor, error) {
+	limit = max(1, min(limit, MaxPage))
+	if after.since.IsZero() {
+		after.since = time.Unix(0, 0)
+	}
+	var out []Quarantine
+	err := s.look(ctx, "quarantines", func(ctx context.Context, tx pgx.Tx) error {
+		rows, err := tx.Query(ctx, sql.InspectQuarantines, after.since, string(after.session), string(reason), int64(limit))
+		if err != nil {
+			return err
+		}
+		out, err = pgx.CollectRows(rows, pgx.RowToStructByPos[Quarantine])
+		return err
+	})
+	if err != nil || len(out) < limit {
+		return out, nil, err
+	}
+	last := out[len(out)-1]
+	return out, &Cursor{since: last.Since, session: last.Session}, nil
+}
+
+// Tail reads the last n events of a session that are kept, oldest first.
+func (s *Store) Tail(ctx context.Context, session claims.SessionID, n int) ([]claims.Record, error) {
+	// An append is one event or more, so the last n of them have n events.
+	appends, err := query(ctx, s, "tail", sql.History, func(row pgx.CollectableRow) (string, error) {
+		var seq int64
+		var lines string
+		err := row.Scan(&seq, &lines)
+		return lines, err
+	}, string(session), int64(1)<<62, int64(n))
+	if err != nil {
+		return nil, fmt.Errorf("session %s: %w", session, err)
+	}
+	var records []claims.Record
+	for _, lines := range slices.Backward(appends) {
+		if records, err = appendRecords(records, lines, 0); err != nil {
+			return nil, fmt.Errorf("session %s: %w", session, err)
+		}
+	}
+	return records[max(0, len(records)-n):], nil
 }
 
 // PendingInput is an input that no step has covered.

@@ -12,16 +12,17 @@ import (
 	"reveille/sql"
 )
 
-// evidence is what a quarantine keeps of what it moved, as it was: an operator
+// Evidence is what a quarantine keeps of what it moved, as it was: an operator
 // decides by it, and a release restores or cancels it (I30).
-type evidence struct {
-	Claim        *claimEvidence        `json:"claim,omitempty"`
-	Continuation *continuationEvidence `json:"continuation,omitempty"`
+type Evidence struct {
+	Claim        *ClaimEvidence        `json:"claim,omitempty"`
+	Continuation *ContinuationEvidence `json:"continuation,omitempty"`
 	Inputs       []string              `json:"inputs,omitempty"` // of the head, where no step was open
 	Wakes        int64                 `json:"wakes,omitempty"`  // bare wakes of the head
 }
 
-type claimEvidence struct {
+// ClaimEvidence is a claim as it was.
+type ClaimEvidence struct {
 	Execution claims.ExecutionID `json:"execution"`
 	RanAs     claims.ExecutionID `json:"ran_as"`
 	Holder    claims.HolderID    `json:"holder"`
@@ -35,7 +36,8 @@ type claimEvidence struct {
 	Step      *string            `json:"step"` // as it stood, decodable or not
 }
 
-type continuationEvidence struct {
+// ContinuationEvidence is a continuation as it was.
+type ContinuationEvidence struct {
 	Number int64  `json:"number"`
 	Body   string `json:"body"` // as it stood, decodable or not
 }
@@ -49,7 +51,7 @@ func (t *txn) quarantineClaim(ctx context.Context, lane string, cause error, rem
 		return claims.Settlement{}, cause
 	}
 	c := t.c
-	ev := evidence{Claim: &claimEvidence{
+	ev := Evidence{Claim: &ClaimEvidence{
 		Execution: c.execution, RanAs: c.ranAs, Holder: c.holder, Epoch: c.epoch, Phase: c.phase, Reason: c.reason,
 		Revoked: c.revoked, Verdict: c.verdict, Steps: c.steps, StepID: c.stepID, Step: c.step,
 	}}
@@ -72,7 +74,7 @@ func (t *txn) quarantineHead(ctx context.Context, lane string, h *head) (claims.
 
 // quarantineContinuation quarantines a session without a claim, for its head.
 func (t *txn) quarantineContinuation(ctx context.Context, lane string, h *head) error {
-	var ev evidence
+	var ev Evidence
 	if err := t.moveHead(ctx, h, &ev); err != nil {
 		return err
 	}
@@ -81,7 +83,7 @@ func (t *txn) quarantineContinuation(ctx context.Context, lane string, h *head) 
 }
 
 // moveHead takes the head out of what can be promoted.
-func (t *txn) moveHead(ctx context.Context, h *head, ev *evidence) error {
+func (t *txn) moveHead(ctx context.Context, h *head, ev *Evidence) error {
 	number, body := h.badNumber, h.badBody
 	if c := h.continuation; c != nil {
 		raw, err := claims.Marshal(c)
@@ -91,7 +93,7 @@ func (t *txn) moveHead(ctx context.Context, h *head, ev *evidence) error {
 		number, body = c.Number, string(raw)
 	}
 	if number != 0 {
-		ev.Continuation = &continuationEvidence{Number: number, Body: body}
+		ev.Continuation = &ContinuationEvidence{Number: number, Body: body}
 		if err := t.consume(ctx, number); err != nil {
 			return err
 		}
@@ -111,7 +113,7 @@ func (t *txn) moveHead(ctx context.Context, h *head, ev *evidence) error {
 	return nil
 }
 
-func (t *txn) quarantineAs(ctx context.Context, lane string, bad *claims.Poison, ev evidence, remove func()) (claims.Settlement, error) {
+func (t *txn) quarantineAs(ctx context.Context, lane string, bad *claims.Poison, ev Evidence, remove func()) (claims.Settlement, error) {
 	if t.s.quarantine != nil {
 		return claims.Settlement{}, claims.ErrQuarantined
 	}

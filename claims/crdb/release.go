@@ -46,7 +46,7 @@ func (t *txn) release(ctx context.Context, r claims.Release) error {
 	if err := t.tx.QueryRow(ctx, sql.GetQuarantine, string(t.id)).Scan(&id, &lane, &reason, &raw); err != nil {
 		return err
 	}
-	var ev evidence
+	var ev Evidence
 	if err := json.Unmarshal([]byte(raw), &ev); err != nil {
 		return fmt.Errorf("evidence of quarantine %s: %w", id, err)
 	}
@@ -76,7 +76,7 @@ func (t *txn) release(ctx context.Context, r claims.Release) error {
 
 // restore gives back what was quarantined: the open step as a continuation of
 // kind release, a promise as one, the head as what it was.
-func (t *txn) restore(ctx context.Context, reason claims.Reason, ev *evidence) error {
+func (t *txn) restore(ctx context.Context, reason claims.Reason, ev *Evidence) error {
 	if ev.Claim != nil && ev.Claim.StepID != nil {
 		open, err := t.loggedOpenStep(ctx, ev.Claim)
 		if err != nil {
@@ -118,7 +118,7 @@ func (t *txn) promiseRelease(ctx context.Context, c *claims.Continuation) error 
 // One that does not decode is made anew from the log, which tells which promise
 // is open. One that its chain had overtaken is cancelled: the newer one is the
 // chain's, and what both promise must not run twice.
-func (t *txn) restoreContinuation(ctx context.Context, reason claims.Reason, ev *continuationEvidence) error {
+func (t *txn) restoreContinuation(ctx context.Context, reason claims.Reason, ev *ContinuationEvidence) error {
 	c, bad := claims.DecodeContinuation(t.id, ev.Number, t.s.epoch, []byte(ev.Body))
 	switch {
 	case bad == nil && reason == claims.ReasonSuperseded:
@@ -138,7 +138,7 @@ func (t *txn) restoreContinuation(ctx context.Context, reason claims.Reason, ev 
 }
 
 // abandon cancels what was quarantined.
-func (t *txn) abandon(ctx context.Context, why string, ev *evidence) error {
+func (t *txn) abandon(ctx context.Context, why string, ev *Evidence) error {
 	if ev.Claim != nil && ev.Claim.StepID != nil {
 		open, err := t.loggedOpenStep(ctx, ev.Claim)
 		if err != nil {
@@ -233,7 +233,7 @@ func (t *txn) steps(ctx context.Context, f func(records []claims.Record) (enough
 // loggedOpenStep is the step that the log says is open, nil where there is none:
 // whatever was quarantined with a claim, each step is closed once. What the claim
 // says of it is taken where it is the same step and decodes.
-func (t *txn) loggedOpenStep(ctx context.Context, ev *claimEvidence) (*claims.OpenStep, error) {
+func (t *txn) loggedOpenStep(ctx context.Context, ev *ClaimEvidence) (*claims.OpenStep, error) {
 	var open *claims.OpenStep
 	err := t.steps(ctx, func(records []claims.Record) (bool, error) {
 		for i := len(records) - 1; i >= 0; i-- {

@@ -204,7 +204,7 @@ func (s *Store) TakeOver(ctx context.Context, c claims.Candidate, holder claims.
 	var claim claims.Claim
 	err := s.session(ctx, "take_over", c.Session, &claims.Token{}, false, func(ctx context.Context, t *txn) error {
 		if t.c != nil && t.c.execution == as { // an earlier try did commit
-			claim = claims.Claim{Session: t.id, Execution: as, Holder: holder, Epoch: t.s.epoch}
+			claim = claims.Claim{Session: t.id, Execution: as, Holder: holder, Epoch: t.s.epoch, Verdict: t.c.verdict}
 			return nil
 		}
 		if t.c == nil || t.c.execution != c.Execution {
@@ -229,8 +229,8 @@ func (s *Store) TakeOver(ctx context.Context, c claims.Candidate, holder claims.
 		}
 		execution := string(as)
 		t.s.execution = &execution
-		claim = claims.Claim{Session: t.id, Execution: as, Holder: holder, Epoch: t.s.epoch}
 		verdict := t.c.verdict.Raise(t.c.revoked)
+		claim = claims.Claim{Session: t.id, Execution: as, Holder: holder, Epoch: t.s.epoch, Verdict: verdict}
 		t.must(sql.ClaimTakeOver, string(t.id), string(c.Execution), execution, string(holder), t.s.epoch, string(verdict))
 		return nil
 	})
@@ -308,7 +308,8 @@ func (t *txn) recoveryRemoval() {
 }
 
 // ConversionFailed quarantines a claim that was taken over and that the
-// database refuses to convert. Error: claims.ErrFenced.
+// database refuses to convert. Error: claims.ErrFenced, also where the verdict
+// is another one by now: what was refused is not what is to be written then.
 func (s *Store) ConversionFailed(ctx context.Context, claim claims.Claim, detail string, token *claims.Token) (claims.Settlement, error) {
 	var settled claims.Settlement
 	err := s.session(ctx, "quarantine", claim.Session, token, false, func(ctx context.Context, t *txn) (err error) {
@@ -318,6 +319,9 @@ func (s *Store) ConversionFailed(ctx context.Context, claim claims.Claim, detail
 		}
 		if err := t.recoveryClaim(claim); err != nil {
 			return err
+		}
+		if t.c.verdict != claim.Verdict {
+			return claims.ErrFenced
 		}
 		settled, err = t.quarantineClaim(ctx, "claims", &claims.Poison{Reason: claims.ReasonConversionFailed, Detail: detail}, t.recoveryRemoval)
 		return err

@@ -23,6 +23,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -168,6 +169,9 @@ func newPool(ctx context.Context, url string, o Options, conns int32) (*pgxpool.
 	cfg.ConnConfig.ConnectTimeout = connectTimeout
 	cfg.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable"
 	cfg.ConnConfig.RuntimeParams["application_name"] = o.AppName
+	// A process that stops, or whose machine is gone, in the middle of a
+	// transaction would keep its session's row locked until TCP gives up.
+	cfg.ConnConfig.RuntimeParams["idle_in_transaction_session_timeout"] = strconv.FormatInt((2 * o.Timeout).Milliseconds(), 10)
 	cfg.AfterConnect = prepareConn
 	pool, err := pgxpool.NewWithConfig(ctx, cfg)
 	if err != nil {

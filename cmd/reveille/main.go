@@ -43,6 +43,8 @@ type cli struct {
 	Show      showCmd      `cmd:"" help:"Show one session: its claim, what waits, its last steps."`
 	Workers   workersCmd   `cmd:"" help:"List workers and scanners with their leases."`
 
+	Quarantine quarantineCmd `cmd:"" help:"List, show and release sessions that were taken out of circulation."`
+
 	Worker  flags.Worker  `cmd:"" hidden:"" help:"What the program worker does."`
 	Scanner flags.Scanner `cmd:"" hidden:"" help:"What the program scanner does."`
 
@@ -57,7 +59,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return err
 	}
 	std := streams{in: os.Stdin, out: stdout, err: stderr, servers: found}
-	switch command := parsed.Selected().Name; command {
+	switch command := commandOf(parsed); command {
 	case "dev":
 		return dev.Run(ctx, c.Dev, os.Args[0], stdout, stderr)
 	case "worker":
@@ -80,9 +82,24 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return c.Show.run(ctx, std)
 	case "workers":
 		return c.Workers.run(ctx, std)
+	case "quarantine list":
+		return c.Quarantine.List.run(ctx, std)
+	case "quarantine show":
+		return c.Quarantine.Show.run(ctx, std)
+	case "quarantine release":
+		return c.Quarantine.Release.run(ctx, std)
 	default:
 		return fmt.Errorf("command %q is not wired", command)
 	}
+}
+
+// commandOf is the command's name, with that of the group it is in.
+func commandOf(parsed *kong.Context) string {
+	node := parsed.Selected()
+	if node.Parent != nil && node.Parent.Type == kong.CommandNode {
+		return node.Parent.Name + " " + node.Name
+	}
+	return node.Name
 }
 
 // streams are what a command reads and writes, and where it got its servers from.

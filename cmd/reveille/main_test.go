@@ -14,6 +14,7 @@ import (
 	"reveille/claims/crdb"
 	"reveille/cmd/internal/flags"
 	"reveille/cmd/internal/process"
+	"reveille/internal/dbtest"
 )
 
 // asProgram makes the test binary the program that it tests: dev starts itself
@@ -25,7 +26,10 @@ func TestMain(m *testing.M) {
 		main()
 		return
 	}
-	os.Exit(m.Run())
+	dbtest.Main(m, func(ctx context.Context, url string) error {
+		_, err := crdb.Migrate(ctx, url, false)
+		return err
+	})
 }
 
 // call runs a command line in this process and returns what it printed and its exit code.
@@ -70,12 +74,27 @@ func TestUsage(t *testing.T) {
 		{"sessions --limit=-1 --database-url postgres://x@127.0.0.1:1/x", "--limit -1"},
 		{"sessions --dev-state " + none, "no database is named"},
 		{"show s1 --dev-state " + none, "no database is named"},
+		{"quarantine list --reason bored", "want one of cancellation_outcome_unknown, invalid_step"},
+		{"quarantine list --limit=-1", "--limit -1"},
+		{"quarantine show a.b", `byte '.' at 1`},
+		{"quarantine release s1 --why x", "missing flags: --as="},
+		{"quarantine release s1 --as retry", "missing flags: --why="},
+		{"quarantine release s1 --as often --why x", "--as must be one of"},
+		{"quarantine release --as retry --why x", "one SESSION, or all of one --reason"},
+		{"quarantine release s1 --reason superseded --as retry --why x", "one SESSION, or all of one --reason"},
+		{"quarantine release s1 --yes --as retry --why x", "--yes is of --reason"},
+		{"quarantine release s1 --as retry --why=", "--why is empty"},
 		{"migrate --dev-state " + none, "no database is named"},
 		{"dev --workers 0", "--workers 0"},
 		{"dev --lease 1s", "--lease 1s is too short"},
 		{"dev --nats-port 70000", "--nats-port 70000"},
-		{"dev --handler http", "--handler must be one of"},
+		{"dev --handler smtp", "--handler must be one of"},
+		{"dev --handler http", "--handler http needs --http-url URL"},
+		{"dev --handler http --http-url host:8080", "--http-url: URL with scheme"},
+		{"dev --http-url http://127.0.0.1:8080", "--http-url is of --handler http"},
 		{"worker --database-url x", "--exec CMD"},
+		{"worker --database-url x --handler http", "--handler http needs --http-url URL"},
+		{"worker --database-url x --handler http --http-url http://u:secret@h:x", "--http-url: not a URL"},
 		{"scanner --batch 0 --database-url x", "--batch 0"},
 	} {
 		stdout, stderr, code := call(t, strings.Fields(tc.args)...)
@@ -107,12 +126,12 @@ func TestHelp(t *testing.T) {
 	if code != 0 {
 		t.Fatalf("exit %d", code)
 	}
-	for _, command := range []string{"dev", "migrate", "wake", "admit", "interrupt", "watch", "sessions", "show", "workers"} {
+	for _, command := range []string{"dev", "migrate", "wake", "admit", "interrupt", "watch", "sessions", "show", "workers", "quarantine"} {
 		if !strings.Contains(stdout, "\n  "+command+" ") {
 			t.Errorf("the help does not name %s", command)
 		}
 	}
-	for _, missing := range []string{"quarantine ", "relay", "bench", "doctor", "\n  worker ", "\n  scanner "} {
+	for _, missing := range []string{"relay", "bench", "doctor", "\n  worker ", "\n  scanner "} {
 		if strings.Contains(stdout, missing) {
 			t.Errorf("the help names %q, which there is not, or not for people", missing)
 		}
