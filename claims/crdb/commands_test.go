@@ -704,6 +704,8 @@ func endings() []ending {
 		{"drained", running, func(r *rig) error { return r.finish(nil) }},
 		{"failed", running, func(r *rig) error { return r.finish(failed) }},
 		{"retrying", running, func(r *rig) error { return r.finish(retried) }},
+		{"handed over", running, (*rig).handOver},
+		{"yielded", running, func(r *rig) error { return r.finish(func(e *claims.Ending) { e.Continue, e.Yield = true, true }) }},
 		{"nothing due", func(r *rig) { betweenSteps(r); r.interrupt() }, (*rig).startStep},
 		{"interrupted", func(r *rig) { running(r); r.interrupt() }, (*rig).settle},
 		{"declined", func(r *rig) { running(r); r.ok(r.decline()) }, (*rig).settle},
@@ -812,8 +814,10 @@ func (r *rig) wantWorkLeft() {
 	default:
 		r.wantClaim("", false)
 		r.wantReady(true)
-		r.holder = r.lease("worker", longLease)
-		r.ok(r.acquire())
+		r.runOn()
+	}
+	if left := scan[int64](r, "SELECT count(*) FROM inputs WHERE session_id = $1 AND input_id = 'woken' AND state <> 'covered'", string(r.session)); left > 0 && r.settled.Outcome != "" {
+		r.t.Fatal("the session is drained and the woken input waits")
 	}
 }
 
