@@ -14,7 +14,7 @@ import (
 // end is where a session's copy in the stream ends.
 type end struct {
 	stream uint64 // the subject's last stream sequence; 0: it is empty
-	seq    int64  // the Rv-Seq there; where it is empty, the database's mark
+	seq    int64  // the Rv-Seq there; where it is empty, what is not to be there
 }
 
 // getter is one of Conn's ways to read a message of a stream.
@@ -41,13 +41,10 @@ func (r *Relay) relay(ctx context.Context, session claims.SessionID) error {
 			return nil
 		}
 		if !known {
-			if at, err = r.readEnd(ctx, session, mark, r.conn.directGet); err != nil {
+			if at, err = r.readEnd(ctx, session, 0, r.conn.directGet); err != nil {
 				return err
 			}
 			known = true
-		}
-		if at.stream == 0 {
-			at.seq = max(at.seq, mark)
 		}
 		head, full := records[len(records)-1].Seq, len(records) >= relayPage
 		if at.seq > head && !full {
@@ -58,10 +55,11 @@ func (r *Relay) relay(ctx context.Context, session claims.SessionID) error {
 			continue // others relayed what came after this read
 		}
 		if at.seq < mark {
-			at, err = r.mend(ctx, session, mark)
+			var published int64
+			at, err = r.mend(ctx, session, mark, false, &published)
 		}
 		if err == nil {
-			at, err = r.copy(ctx, at, mark, records)
+			at, err = r.copy(ctx, at, records)
 		}
 		if errors.Is(err, errMoved) && moves < copyTries {
 			moves++
@@ -82,37 +80,9 @@ func (r *Relay) relay(ctx context.Context, session claims.SessionID) error {
 	}
 }
 
-// mend publishes what the stream had, as the database noted, and has not any
-// more: a server that lost its last seconds. It needs a Replayer.
-func (r *Relay) mend(ctx context.Context, session claims.SessionID, mark int64) (end, error) {
-	at, err := r.readEnd(ctx, session, mark, r.conn.leaderGet) // it was perhaps a replica that lags
-	if err != nil {
-		return at, err
-	}
-	replayer, ok := r.log.(Replayer)
-	for ok && at.seq < mark {
-		records, err := replayer.Replay(ctx, session, at.seq, relayPage)
-		if err != nil {
-			return at, fmt.Errorf("reading events of session %s again: %w", session, err)
-		}
-		if len(records) == 0 || records[0].Seq != at.seq+1 {
-			break // the database has them no more
-		}
-		if at, err = r.copy(ctx, at, mark, records); err != nil {
-			return at, err
-		}
-	}
-	if at.seq < mark {
-		r.slog.Error("the stream lost events that can't be published again; going on after them",
-			"session", session, "from", at.seq+1, "to", mark)
-		at.seq = mark
-	}
-	return at, nil
-}
-
 // copy publishes those of records that follow the stream's end, and returns
 // the new end. Errors: errMoved, with the end to go on from; or "try later".
-func (r *Relay) copy(ctx context.Context, at end, mark int64, records []claims.Record) (end, error) {
+func (r *Relay) copy(ctx context.Context, at end, records []claims.Record) (end, error) {
 	for _, rec := range records {
 		if rec.Seq <= at.seq {
 			continue // it is there: a relay before, or one beside this one
@@ -124,7 +94,7 @@ func (r *Relay) copy(ctx context.Context, at end, mark int64, records []claims.R
 			return at, err
 		}
 		var err error
-		if at, err = r.put(ctx, at, mark, rec); err != nil {
+		if at, err = r.put(ctx, at, rec); err != nil {
 			return at, err
 		}
 	}
@@ -135,7 +105,11 @@ func (r *Relay) copy(ctx context.Context, at end, mark int64, records []claims.R
 // Whatever the answer was, short of a plain success, is not believed: what the
 // stream ends with then decides. A duplicate is none either, since anybody can
 // use a message id.
-func (r *Relay) put(ctx context.Context, at end, mark int64, rec claims.Record) (end, error) {
+func (r *Relay) put(ctx context.Context, at end, rec claims.Record) (end, error) {
+	empty := int64(0) // the stream had something and has nothing: it has moved
+	if at.stream == 0 {
+		empty = at.seq
+	}
 	for try := 1; ; try++ {
 		ack, err := r.publish(ctx, r.message(rec, at.stream))
 		if err == nil && !ack.Duplicate {
@@ -145,7 +119,7 @@ func (r *Relay) put(ctx context.Context, at end, mark int64, rec claims.Record) 
 		if ctx.Err() != nil {
 			return at, ctx.Err()
 		}
-		now, readErr := r.readEnd(ctx, rec.Session, mark, r.conn.leaderGet)
+		now, readErr := r.readEnd(ctx, rec.Session, empty, r.conn.leaderGet)
 		switch {
 		case readErr != nil:
 			return at, errors.Join(err, readErr)
@@ -169,8 +143,9 @@ func orDuplicate(err error) error {
 
 // readEnd reads where the session's copy ends. With directGet a replica that
 // lags may say too early an end, which the expected sequence of the next
-// publish finds; then the leader is asked.
-func (r *Relay) readEnd(ctx context.Context, session claims.SessionID, mark int64, get getter) (end, error) {
+// publish finds; then the leader is asked. Where the stream has nothing of the
+// session, empty is what the end says.
+func (r *Relay) readEnd(ctx context.Context, session claims.SessionID, empty int64, get getter) (end, error) {
 	last := getRequest{LastBy: r.conn.ns.Event(session)}
 	m, err := get(ctx, r.conn.ns.EventStream(), last)
 	if errors.Is(err, nats.ErrNoResponders) { // a stream made by hand, without direct gets
@@ -178,7 +153,7 @@ func (r *Relay) readEnd(ctx context.Context, session claims.SessionID, mark int6
 	}
 	switch {
 	case errors.Is(err, errNoMessage):
-		return end{0, mark}, nil
+		return end{0, empty}, nil
 	case err != nil:
 		return end{}, fmt.Errorf("reading the last event of session %s: %w", session, err)
 	}

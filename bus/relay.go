@@ -85,7 +85,8 @@ type Relay struct {
 	relayed             prometheus.Counter
 	lag                 prometheus.GaugeFunc
 
-	noting sync.Mutex // held while marks are noted
+	noting   sync.Mutex // held while marks are noted
+	settings settings   // of the event stream
 
 	mu       sync.Mutex
 	sessions map[claims.SessionID]*relaying // with something to relay

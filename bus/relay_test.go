@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -35,7 +36,7 @@ func (l *memLog) add(s claims.SessionID, n int, types ...claims.EventType) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for i := range n {
-		e := claims.Event{Session: s, Seq: int64(len(l.events[s]) + 1), Type: claims.TextEvent, Time: claims.Stamp(time.Unix(1, 0)), Epoch: 3, Trace: trace, Data: []byte(`{}`)}
+		e := claims.Event{Session: s, Seq: int64(len(l.events[s]) + 1), Type: claims.TextEvent, Time: claims.Stamp(time.Now()), Epoch: 3, Trace: trace, Data: []byte(`{}`)}
 		if i < len(types) {
 			e.Type = types[i]
 		}
@@ -321,27 +322,101 @@ func TestI25_StuckSessionHoldsNobodyUp(t *testing.T) {
 	}
 }
 
-// TestI25_EmptySubject: of a subject that the stream does not have (its events
-// are past retention, or the stream is a new one) the database's mark counts.
+// TestI25_EmptySubject: the stream has nothing of a session that has relayed events. What it must have by its age was
+// lost, with the stream, and is published again; the rest has left it, and the copy goes on after it.
 func TestI25_EmptySubject(t *testing.T) {
+	for name, c := range map[string]struct {
+		replay bool
+		aged   int    // events older than the stream keeps
+		first  string // in the stream afterwards
+		repair bool   // by an operator, who wants all of it
+	}{
+		"lost":                  {true, 0, "1", false},
+		"aged":                  {true, 5, "6", false},
+		"aged and lost":         {true, 3, "4", false},
+		"no log to read again":  {false, 0, "6", false},
+		"aged, and asked for":   {true, 5, "1", true},
+		"lost, and then repair": {true, 0, "1", true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			conn, _ := startServer(t).connectWith(StreamOptions{})
+			l := newMemLog()
+			var log Log = l
+			if c.replay {
+				log = replayLog{l}
+			}
+			r := startRelay(t, conn, log)
+			l.add("s", 5)
+			for i := range c.aged {
+				l.events["s"][i].Time = claims.Stamp(time.Now().Add(-DefaultRetention))
+			}
+			r.Poke("s")
+			flush(t, r)
+			rewind(t, conn, l, "s", 0)
+			l.add("s", 2)
+			if c.repair {
+				n, err := r.Repair(testContext(t), "s", true)
+				if err != nil || n != 5 {
+					t.Fatalf("repaired %d events: %v", n, err)
+				}
+				n, err = r.Repair(testContext(t), "s", true) // resumed: there is nothing left to do
+				if err != nil || n != 0 {
+					t.Fatalf("repaired %d events again: %v", n, err)
+				}
+			}
+			r.Poke("s")
+			flush(t, r)
+			got := stored(t, conn, "RV_EVENTS")
+			equal(t, "first", got[0].Header.Get(HeaderSeq), c.first)
+			equal(t, "last", got[len(got)-1].Header.Get(HeaderSeq), "7")
+			for i, m := range got[1:] {
+				before, _ := strconv.Atoi(got[i].Header.Get(HeaderSeq))
+				equal(t, "next", m.Header.Get(HeaderSeq), strconv.Itoa(before+1))
+			}
+		})
+	}
+}
+
+// TestI25_Repair: quiet sessions of which a server lost the tail, or all, are found by one request and made whole, while
+// relays publish what is new.
+func TestI25_Repair(t *testing.T) {
 	c, _ := startServer(t).connectWith(StreamOptions{})
 	l := newMemLog()
-	r := startRelay(t, c, l)
-	l.add("s", 5)
-	r.Poke("s")
-	flush(t, r)
-	if err := c.js.DeleteStream(testContext(t), "RV_EVENTS"); err != nil {
-		t.Fatal(err)
+	r := startRelay(t, c, replayLog{l})
+	var marks []Mark
+	for i := range 20 {
+		s := claims.SessionID(fmt.Sprintf("s%d", i))
+		l.add(s, 5+i)
+		r.Poke(s)
+		marks = append(marks, Mark{Session: s, Seq: int64(5 + i)})
 	}
-	if _, err := c.Ensure(testContext(t), StreamOptions{}); err != nil {
-		t.Fatal(err)
-	}
-	l.add("s", 2)
-	r.Poke("s")
 	flush(t, r)
-	got := stored(t, c, "RV_EVENTS")
-	equal(t, "events", len(got), 2)
-	equal(t, "first", got[0].Header.Get(HeaderSeq), "6")
+	short, err := r.Verify(testContext(t), marks)
+	if err != nil || len(short) != 0 {
+		t.Fatalf("a whole stream is short of %v: %v", short, err)
+	}
+	rewind(t, c, l, "s3", 4) // of the others it has nothing
+	if short, err = r.Verify(testContext(t), append(marks, Mark{Session: "new", Seq: 0})); err != nil || len(short) != 20 {
+		t.Fatalf("short of %v: %v", short, err)
+	}
+	for _, s := range short {
+		l.add(s, 1)
+		r.Poke(s)
+		if _, err := r.Repair(testContext(t), s, false); err != nil {
+			t.Fatal(err)
+		}
+	}
+	flush(t, r)
+	checkCopy(t, c, l)
+	if short, err = r.Verify(testContext(t), marks); err != nil || len(short) != 0 {
+		t.Fatalf("after the repair it is short of %v: %v", short, err)
+	}
+	if short, err = r.Verify(testContext(t), nil); err != nil || len(short) != 0 {
+		t.Fatalf("of no session it is short of %v: %v", short, err)
+	}
+	if _, err = r.Verify(testContext(t), make([]Mark, VerifyMost+1)); err == nil {
+		t.Fatal("verified more than the server answers for")
+	}
 }
 
 // rewind makes the stream end with an earlier event than it did.

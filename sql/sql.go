@@ -116,6 +116,8 @@ var (
 	InspectQuarantines string
 	//go:embed statements/inspect_ready.sql
 	InspectReady string
+	//go:embed statements/inspect_relayed.sql
+	InspectRelayed string
 	//go:embed statements/inspect_session.sql
 	InspectSession string
 	//go:embed statements/inspect_sessions.sql
@@ -154,6 +156,8 @@ var (
 	QuarantineInputs string
 	//go:embed statements/quarantined.sql
 	Quarantined string
+	//go:embed statements/relayed_sessions.sql
+	RelayedSessions string
 	//go:embed statements/remove_claims.sql
 	RemoveClaims string
 	//go:embed statements/remove_expired_claim.sql

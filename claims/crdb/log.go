@@ -85,6 +85,21 @@ func (s *Store) NoteRelayed(ctx context.Context, marks []claims.Mark) error {
 	return err
 }
 
+// Relayed reads a page of the sessions whose events are on the stream, as far as
+// the mark says and the database keeps some, by id after one of them: for who
+// compares the two. Empty is the beginning.
+func (s *Store) Relayed(ctx context.Context, after claims.SessionID, limit int) ([]claims.Mark, error) {
+	return query(ctx, s, "relayed", sql.RelayedSessions, pgx.RowToStructByPos[claims.Mark], string(after), int64(limit))
+}
+
+// CountRelayed counts the sessions that Relayed goes through.
+func (s *Store) CountRelayed(ctx context.Context) (n int64, err error) {
+	err = s.look(ctx, "count_relayed", func(ctx context.Context, tx pgx.Tx) error {
+		return tx.QueryRow(ctx, sql.InspectRelayed).Scan(&n)
+	})
+	return n, err
+}
+
 // historyPage bounds one read of a session's log.
 const historyPage = 64
 

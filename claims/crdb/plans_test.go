@@ -51,7 +51,7 @@ var wholeTable = map[string]string{"dead_holders": "leases"}
 // readCommitted are the statements that the store runs at READ COMMITTED, where a read locks nothing: to walk all of an
 // index of nothing is no harm there. They must use theirs where there is much.
 var readCommitted = []string{
-	"dead_holders", "due_continuations", "due_relays", "due_retentions", "due_sessions", "held", "history", "holder_claims", "next_due", "next_holder", "note_relayed", "notices", "replay", "revoked_claims",
+	"dead_holders", "due_continuations", "due_relays", "due_retentions", "due_sessions", "held", "history", "holder_claims", "next_due", "next_holder", "note_relayed", "notices", "relayed_sessions", "replay", "revoked_claims",
 	"touch_claims", "touch_continuations", "touch_relays", "touch_retentions", "touch_sessions", "unrelayed",
 }
 

@@ -45,6 +45,8 @@ type cli struct {
 
 	Quarantine quarantineCmd `cmd:"" help:"List, show and release sessions that were taken out of circulation."`
 
+	Relay relayCmd `cmd:"" help:"Publish again what the event stream lost."`
+
 	Worker  flags.Worker  `cmd:"" hidden:"" help:"What the program worker does."`
 	Scanner flags.Scanner `cmd:"" hidden:"" help:"What the program scanner does."`
 
@@ -82,6 +84,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return c.Show.run(ctx, std)
 	case "workers":
 		return c.Workers.run(ctx, std)
+	case "relay":
+		return c.Relay.run(ctx, std)
 	case "quarantine list":
 		return c.Quarantine.List.run(ctx, std)
 	case "quarantine show":

@@ -84,6 +84,8 @@ func TestUsage(t *testing.T) {
 		{"quarantine release s1 --reason superseded --as retry --why x", "one SESSION, or all of one --reason"},
 		{"quarantine release s1 --yes --as retry --why x", "--yes is of --reason"},
 		{"quarantine release s1 --as retry --why=", "--why is empty"},
+		{"relay", "missing flags: --rebuild"},
+		{"relay --rebuild --dev-state " + none, "no database is named"},
 		{"migrate --dev-state " + none, "no database is named"},
 		{"dev --workers 0", "--workers 0"},
 		{"dev --lease 1s", "--lease 1s is too short"},
@@ -126,12 +128,12 @@ func TestHelp(t *testing.T) {
 	if code != 0 {
 		t.Fatalf("exit %d", code)
 	}
-	for _, command := range []string{"dev", "migrate", "wake", "admit", "interrupt", "watch", "sessions", "show", "workers", "quarantine"} {
+	for _, command := range []string{"dev", "migrate", "wake", "admit", "interrupt", "watch", "sessions", "show", "workers", "quarantine", "relay"} {
 		if !strings.Contains(stdout, "\n  "+command+" ") {
 			t.Errorf("the help does not name %s", command)
 		}
 	}
-	for _, missing := range []string{"relay", "bench", "doctor", "\n  worker ", "\n  scanner "} {
+	for _, missing := range []string{"bench", "doctor", "\n  worker ", "\n  scanner "} {
 		if strings.Contains(stdout, missing) {
 			t.Errorf("the help names %q, which there is not, or not for people", missing)
 		}
