@@ -85,9 +85,9 @@ func (s *Store) NoteRelayed(ctx context.Context, marks []claims.Mark) error {
 	return err
 }
 
-// Relayed reads a page of the sessions whose events are on the stream, as far as
-// the mark says and the database keeps some, by id after one of them: for who
-// compares the two. Empty is the beginning.
+// Relayed reads a page of the sessions by id, after one of them (empty is the
+// beginning), and how far their events are on the stream, as the mark says: for
+// who compares the two. It is 0 where the database keeps none.
 func (s *Store) Relayed(ctx context.Context, after claims.SessionID, limit int) ([]claims.Mark, error) {
 	return query(ctx, s, "relayed", sql.RelayedSessions, pgx.RowToStructByPos[claims.Mark], string(after), int64(limit))
 }
