@@ -102,8 +102,9 @@ type Worker struct {
 	MaxAttempts   int           `help:"Attempts of a step that fails in a way that may be retried." default:"5"`
 	RetryBase     time.Duration `help:"Delay of the first retry; it doubles from there." default:"1s"`
 	RetryMax      time.Duration `help:"Longest delay of a retry." default:"5m"`
-	Handler       string        `help:"What runs a step (${enum})." enum:"exec" default:"exec"`
+	Handler       string        `help:"What runs a step (${enum})." enum:"exec,http" default:"exec"`
 	Exec          string        `help:"Command of --handler exec, run for each step by /bin/sh -c." placeholder:"CMD"`
+	HTTPURL       string        `name:"http-url" help:"URL of --handler http, where each step is posted." placeholder:"URL"`
 	KillAfter     time.Duration `help:"From interrupting a step to killing it." default:"10s"`
 	StepTimeout   time.Duration `help:"Longest run of one step; 0 is none." default:"0"`
 	History       int           `help:"Closed steps of its session that a step gets; 0 reads none." default:"20"`
@@ -123,6 +124,7 @@ type Scanner struct {
 	Every           time.Duration `help:"Between two passes." default:"1s"`
 	MaxRecoveries   int           `help:"Recoveries in a chain before the session is quarantined." default:"3"`
 	MaxTakeovers    int           `help:"Takeovers without a step that ended before the session is quarantined." default:"10"`
+	Retention       time.Duration `help:"How long events, closed steps and served inputs are kept, in the database (once they are on the stream) and in the streams that it creates." default:"168h"`
 	UncertainCancel string        `help:"What becomes of a cancellation whose worker was lost (${enum})." enum:"quarantine,interrupt" default:"quarantine"`
 }
 

@@ -18,6 +18,10 @@ import (
 // scannerConns is enough for the lanes and the relays of one pass.
 const scannerConns = 12
 
+// leastRetention is what jetstream.md asks of the database: a server that loses
+// its last minutes loses acknowledged events, and a quiet session notices late.
+const leastRetention = 24 * time.Hour
+
 // Rows of leases that expired are kept for an operator to see, then swept.
 const (
 	sweepEvery = time.Minute
@@ -35,6 +39,9 @@ func Scanner(ctx context.Context, f flags.Scanner, stderr io.Writer) error {
 		return flags.Usage("--batch %d, --every %v, --max-recoveries %d, --max-takeovers %d: want more than 0 of each",
 			f.Batch, f.Every, f.MaxRecoveries, f.MaxTakeovers)
 	}
+	if f.Retention < leastRetention {
+		return flags.Usage("--retention %v: want %v or more, so that what a stream loses with its server can be published again", f.Retention, leastRetention)
+	}
 	p, err := connect(ctx, f.Database, f.NATS, f.DBTimeout, scannerConns, f.HTTP, "reveille-scanner "+scanner, log)
 	if err != nil {
 		return err
@@ -47,10 +54,10 @@ func Scanner(ctx context.Context, f flags.Scanner, stderr io.Writer) error {
 	}
 	scan, err := recovery.New(recovery.Parts{
 		Claims: p.store, Conversions: p.store, Held: p.store, Continuations: p.store, Sessions: p.store, Relays: p.store,
-		Database: p.store, Announcer: bus.NewAnnouncer(p.conn), Relayer: p.relay, Holder: keeper.Holder,
+		Retentions: p.store, Database: p.store, Announcer: bus.NewAnnouncer(p.conn), Relayer: p.relay, Holder: keeper.Holder,
 	}, recovery.Options{
 		Batch: f.Batch, Every: f.Every, Limits: claims.Limits{Recoveries: f.MaxRecoveries, Takeovers: f.MaxTakeovers},
-		UncertainInterrupted: f.UncertainCancel == "interrupt", Logger: log,
+		UncertainInterrupted: f.UncertainCancel == "interrupt", Retention: f.Retention, Logger: log,
 	})
 	if err != nil {
 		return err
@@ -63,7 +70,7 @@ func Scanner(ctx context.Context, f flags.Scanner, stderr io.Writer) error {
 	base := context.WithoutCancel(ctx)
 	background := start(base, keeper.Run, p.relay.Run)
 	passes := start(ctx, func(ctx context.Context) error {
-		streams := bus.StreamOptions{Replicas: f.Replicas, MaxClockSkew: f.MaxClockSkew}
+		streams := bus.StreamOptions{Replicas: f.Replicas, MaxClockSkew: f.MaxClockSkew, Retention: f.Retention}
 		if err := p.ensureStreams(ctx, streams); err != nil {
 			return err
 		}

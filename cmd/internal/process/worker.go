@@ -3,6 +3,7 @@ package process
 import (
 	"context"
 	"io"
+	"log/slog"
 	"os"
 	"sync"
 
@@ -12,76 +13,48 @@ import (
 	"reveille/cmd/internal/flags"
 	"reveille/runner"
 	"reveille/runner/exec"
+	"reveille/runner/http"
 )
 
-// Worker runs a worker until ctx ends: then it stops the intake, lets steps
-// finish for the grace, hands the rest over, relays what is left and closes
-// its lease.
+// Worker runs a worker around the handler that the flags say; see runWorker.
 func Worker(ctx context.Context, f flags.Worker, stderr io.Writer) error {
-	log := f.Logger(stderr)
-	worker := name(f.WorkerID)
-	log = log.With("worker", worker)
-	opts := runner.Options{
-		LeaseOptions: leaseOptions(f.Lease), Worker: worker, Version: flags.Version(),
-		Slots: f.Slots, Grace: f.Grace, JoinTimeout: f.JoinTimeout, KillAfter: f.KillAfter, StepTimeout: f.StepTimeout,
-		MaxSteps: f.MaxSteps, MaxAttempts: f.MaxAttempts, RetryBase: f.RetryBase, RetryMax: f.RetryMax, History: f.History,
+	log, opts, err := prepare(f, stderr)
+	if err != nil {
+		return err
 	}
-	if err := opts.Validate(); err != nil {
-		return flags.Usage("%v", err)
+	handler, closeHandler, err := newHandler(ctx, f, log)
+	if err != nil {
+		return err
+	}
+	defer closeHandler()
+	return runWorker(ctx, f, opts, handler, log)
+}
+
+// newHandler makes what runs the steps; it is to be closed after the last one.
+func newHandler(ctx context.Context, f flags.Worker, log *slog.Logger) (_ runner.Handler, closeHandler func(), err error) {
+	if f.Handler == "http" {
+		if f.HTTPURL == "" {
+			return nil, nil, flags.Usage("--handler http needs --http-url URL, where a step is posted")
+		}
+		h, err := http.New(http.Options{URL: f.HTTPURL})
+		if err != nil {
+			return nil, nil, flags.Usage("--http-url: %v", err)
+		}
+		return h, h.Close, nil
 	}
 	if f.Exec == "" {
-		return flags.Usage("--handler exec needs --exec CMD, the command that runs a step")
+		return nil, nil, flags.Usage("--handler exec needs --exec CMD, the command that runs a step (--handler http needs --http-url URL)")
 	}
 	guard, err := exec.StartGuard(context.WithoutCancel(ctx))
 	if err != nil {
-		return err
+		return nil, nil, err
 	}
-	defer guard.Close()
-	handler, err := exec.New(exec.Options{Command: f.Exec, KillAfter: f.KillAfter, Log: log, Guard: guard})
+	h, err := exec.New(exec.Options{Command: f.Exec, KillAfter: f.KillAfter, Log: log, Guard: guard})
 	if err != nil {
-		return flags.Usage("%v", err)
+		guard.Close()
+		return nil, nil, flags.Usage("%v", err)
 	}
-	// A slot's loop and its appends, the lanes of the intake, the relay.
-	conns := min(8+f.Slots/8, 24)
-	p, err := connect(ctx, f.Database, f.NATS, f.DBTimeout, conns, f.HTTP, "reveille-worker "+worker, log)
-	if err != nil {
-		return err
-	}
-	defer p.close()
-
-	w := &workerProcess{parts: p}
-	live := bus.NewLive(p.conn)
-	w.pool, err = runner.NewPool(p.store, events{bus.NewAnnouncer(p.conn), p.relay, live}, handler, opts, w.subscribe, log)
-	if err != nil {
-		return err
-	}
-	streams := bus.StreamOptions{Replicas: f.Replicas, MaxClockSkew: f.MaxClockSkew}
-	ready := bus.NewReady(p.conn, w.pool, bus.ReadyOptions{Streams: streams, Logger: log})
-	intake := bus.NewIntake(p.conn, applier{w.pool, p.store, ready}, bus.IntakeOptions{
-		Streams: streams, MaxInputBytes: f.MaxInputBytes, Logger: log,
-	})
-	p.registry.MustRegister(w.pool.Collectors()...)
-	p.registry.MustRegister(w.pool.Keeper().Collectors()...)
-	p.registry.MustRegister(intake.Collectors()...)
-	p.web.check(p.healthy(w.pool.Keeper()))
-
-	base := context.WithoutCancel(ctx)
-	background := start(base, w.pool.Run, p.relay.Run, live.Run)
-	taking := start(ctx, intake.Run, ready.Run)
-	log.Info("worker up", "version", flags.Version(), "slots", f.Slots, "http", f.HTTP)
-	<-ctx.Done()
-	log.Info("stopping: no new work is taken")
-	taking.wait()
-	w.pool.Drain()
-	flush, cancel := context.WithTimeout(base, flushTimeout)
-	defer cancel()
-	if err := p.relay.Flush(flush); err != nil {
-		log.Warn("not all events are relayed; the scanner does", "error", err)
-	}
-	background.stop()
-	w.unsubscribe()
-	log.Info("worker down")
-	return nil
+	return h, guard.Close, nil
 }
 
 func leaseOptions(l flags.Lease) runner.LeaseOptions {
