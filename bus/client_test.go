@@ -194,6 +194,11 @@ func TestLiveNeverBlocks(t *testing.T) {
 		l.PublishLive("s", 1, "step", fmt.Sprint(i))
 	}
 	equal(t, "dropped", l.Dropped(), 10)
+	large := NewLive(c)
+	for range 3 {
+		large.PublishLive("s", 1, "step", strings.Repeat("x", liveBytes/2))
+	}
+	equal(t, "dropped of large pieces", large.Dropped(), 1)
 	srv.stop()
 	eventually(t, "the lost server is noticed", func() bool { return !c.nc.IsConnected() })
 	run(t, l.Run)

@@ -68,6 +68,8 @@ type LiveText struct {
 const (
 	// liveQueue bounds the pieces that wait for the connection.
 	liveQueue = 1024
+	// liveBytes bounds their text.
+	liveBytes = 8 << 20
 	// liveOverhead is what a piece has around its text, generously.
 	liveOverhead = 1024
 	// maxEscape is what one byte of text may become in JSON: \u0000.
@@ -81,6 +83,7 @@ const (
 type Live struct {
 	conn    *Conn
 	queue   chan LiveText
+	queued  atomic.Int64 // bytes of text in queue
 	dropped atomic.Int64
 	state   stateLog
 }
@@ -92,9 +95,15 @@ func NewLive(c *Conn) *Live {
 
 // PublishLive publishes a piece of text, or drops it. It never blocks.
 func (l *Live) PublishLive(session claims.SessionID, epoch int64, step claims.StepID, text string) {
+	if l.queued.Add(int64(len(text))) > liveBytes {
+		l.queued.Add(-int64(len(text)))
+		l.drop(session)
+		return
+	}
 	select {
 	case l.queue <- LiveText{session, epoch, step, text}:
 	default:
+		l.queued.Add(-int64(len(text)))
 		l.drop(session)
 	}
 }
@@ -114,6 +123,7 @@ func (l *Live) Run(ctx context.Context) error {
 		case <-ctx.Done():
 			return ctx.Err()
 		case t := <-l.queue:
+			l.queued.Add(-int64(len(t.Text)))
 			l.publish(t)
 		}
 	}

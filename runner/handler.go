@@ -69,6 +69,18 @@ type Request struct {
 	Killed <-chan struct{} `json:"-"`
 }
 
+// Document is the request as one line of JSON, without a newline. Lists are
+// never null in it.
+func (r Request) Document() ([]byte, error) {
+	if r.Inputs == nil {
+		r.Inputs = []claims.Input{}
+	}
+	if r.History == nil {
+		r.History = []claims.ClosedStep{}
+	}
+	return claims.Marshal(r)
+}
+
 // Result is how a step ended well.
 type Result struct {
 	Value    json.RawMessage // any JSON; nil is null

@@ -1,6 +1,7 @@
 package runner
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -27,10 +28,11 @@ type Output struct {
 	panics *Failure
 }
 
-// NewOutput makes an Output over two functions: record takes content in order
-// and is never called after the step is over; decline makes the refusal
-// durable before it returns (I12). The runner makes them for its handlers;
-// tests of a handler make their own.
+// NewOutput makes an Output over two functions: record takes content, from as
+// many goroutines as bring some; decline makes the refusal durable before it
+// returns (I12). Where one that the handler did not join comes just as the step
+// ends, they answer ErrStepOver themselves. The runner makes Outputs for its
+// handlers; tests of a handler make their own.
 func NewOutput(record func(claims.Content) error, decline func(reason string) error) *Output {
 	return &Output{record: record, decline: decline, active: 1, joined: make(chan struct{})}
 }
@@ -126,9 +128,10 @@ func (o *Output) put(t claims.EventType, data any) error {
 	return o.record(claims.Content{Type: t, Data: data})
 }
 
+// orNull is a copy: content is written after the handler has gone on.
 func orNull(raw json.RawMessage) json.RawMessage {
 	if len(raw) == 0 {
 		return json.RawMessage("null")
 	}
-	return raw
+	return bytes.Clone(raw)
 }

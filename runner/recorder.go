@@ -19,43 +19,72 @@ const (
 	// maxText is the largest text of one event: as JSON it may grow sixfold and
 	// must still fit the server's maximum payload (I24).
 	maxText = 128 << 10
-	// contentOverhead is the envelope around content.
+	// contentOverhead is the envelope around content. It is counted as pending too:
+	// so the events of one append are few enough for one transaction.
 	contentOverhead = 1 << 10
 )
 
 // recorder buffers what a step puts out and appends it in batches. What is
 // left at the join goes into the transaction that closes the step.
+//
+// It holds at most maxPending bytes, or one content that is larger, and as much
+// again while that is being appended; whoever brings more waits. A step that
+// must stop does not wait for the log: its context's end lets go whoever waits
+// in put, and the kill whoever waits in decline, since a refusal that is under
+// way may still become durable.
 type recorder struct {
+	ctx  context.Context // the step's
 	exec *execution
 	step claims.Step
+	over chan struct{} // closed by close
 
 	mu      sync.Mutex
-	room    sync.Cond // bytes were taken, or err was set
+	room    sync.Cond // bytes were taken, err was set, or the step must stop
 	pending []claims.Content
-	bytes   int
-	err     error // answers all later output
+	text    []byte // put out after pending, and not yet one of it
+	bytes   int    // of both
+	err     error  // answers all later output
 	timer   *time.Timer
-	flushes sync.Mutex // one append at a time, in order
-	running sync.WaitGroup
 	closed  bool
-	release func() bool // lets go of the execution's context
+
+	turn    chan struct{}  // held by the one append, or decline, that is under way: they keep their order
+	running sync.WaitGroup // appends and a decline
 }
 
-func newRecorder(e *execution, step claims.Step) *recorder {
-	r := &recorder{exec: e, step: step}
+func newRecorder(ctx context.Context, e *execution, step claims.Step) *recorder {
+	r := &recorder{ctx: ctx, exec: e, step: step, over: make(chan struct{}), turn: make(chan struct{}, 1)}
 	r.room.L = &r.mu
-	r.release = context.AfterFunc(e.ctx, func() {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		r.room.Broadcast()
-	})
+	go r.watch()
 	return r
+}
+
+// watch lets go those who wait when the step must stop.
+func (r *recorder) watch() {
+	for stopped := r.ctx.Done(); ; stopped = nil {
+		select {
+		case <-stopped:
+		case <-r.exec.killed:
+		case <-r.over:
+			return
+		}
+		r.mu.Lock()
+		r.room.Broadcast()
+		r.mu.Unlock()
+		if stopped == nil {
+			return
+		}
+	}
+}
+
+// mustStop is why the step may not wait for the log any more, or nil.
+func (r *recorder) mustStop() error {
+	return context.Cause(r.ctx)
 }
 
 // put takes content, and waits while too much is waiting already.
 func (r *recorder) put(c claims.Content) error {
 	if c.Type == claims.TextEvent {
-		return r.text(c.Data.(claims.TextData).Text)
+		return r.putText(c.Data.(claims.TextData).Text)
 	}
 	raw, err := claims.Marshal(c.Data)
 	if err != nil {
@@ -64,19 +93,47 @@ func (r *recorder) put(c claims.Content) error {
 	if len(raw)+contentOverhead > r.exec.pool.opts.MaxEventBytes {
 		return claims.ErrTooLarge
 	}
-	return r.add(c, len(raw))
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if err := r.await(len(raw) + contentOverhead); err != nil {
+		return err
+	}
+	r.seal()
+	r.pending = append(r.pending, c)
+	r.bytes += len(raw) + contentOverhead
+	r.flushSoon(flushEvery)
+	return nil
 }
 
-func (r *recorder) text(s string) error {
+// putText takes text, in pieces: each is shown live once the log has room for it.
+func (r *recorder) putText(s string) error {
 	e := r.exec
-	e.pool.events.PublishLive(e.session, e.epoch, r.step.ID, s)
 	for len(s) > 0 {
 		n := cut(s, maxText)
-		if err := r.add(claims.Content{Type: claims.TextEvent, Data: claims.TextData{Text: s[:n]}}, n); err != nil {
+		if err := r.addText(s[:n]); err != nil {
 			return err
 		}
+		e.pool.events.PublishLive(e.session, e.epoch, r.step.ID, s[:n])
 		s = s[n:]
 	}
+	return nil
+}
+
+func (r *recorder) addText(s string) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if err := r.await(len(s) + contentOverhead); err != nil {
+		return err
+	}
+	if len(r.text)+len(s) > maxText {
+		r.seal()
+	}
+	if len(r.text) == 0 {
+		r.bytes += contentOverhead
+	}
+	r.text = append(r.text, s...)
+	r.bytes += len(s)
+	r.flushSoon(flushEvery)
 	return nil
 }
 
@@ -91,12 +148,11 @@ func cut(s string, n int) int {
 	return n
 }
 
-func (r *recorder) add(c claims.Content, size int) error {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+// await waits for room, and reports why there will be none. Callers hold mu.
+func (r *recorder) await(size int) error {
 	for r.err == nil && !r.closed && r.bytes > 0 && r.bytes+size > maxPending {
-		if r.exec.ctx.Err() != nil { // a step that must stop does not wait for the log
-			return context.Cause(r.exec.ctx)
+		if err := r.mustStop(); err != nil {
+			return err
 		}
 		r.flushSoon(0)
 		r.room.Wait()
@@ -107,23 +163,24 @@ func (r *recorder) add(c claims.Content, size int) error {
 	case r.closed:
 		return ErrStepOver
 	}
-	r.bytes += size
-	r.append(c)
-	r.flushSoon(flushEvery)
 	return nil
 }
 
-// append joins text to the text before it. Callers hold mu.
-func (r *recorder) append(c claims.Content) {
-	if n := len(r.pending); n > 0 && c.Type == claims.TextEvent && r.pending[n-1].Type == claims.TextEvent {
-		before := r.pending[n-1].Data.(claims.TextData).Text
-		after := c.Data.(claims.TextData).Text
-		if len(before)+len(after) <= maxText {
-			r.pending[n-1].Data = claims.TextData{Text: before + after}
-			return
-		}
+// seal ends the text that following text is joined to. Callers hold mu.
+func (r *recorder) seal() {
+	if len(r.text) > 0 {
+		r.pending = append(r.pending, claims.Content{Type: claims.TextEvent, Data: claims.TextData{Text: string(r.text)}})
+		r.text = r.text[:0]
 	}
-	r.pending = append(r.pending, c)
+}
+
+// take empties what is pending. Callers hold mu.
+func (r *recorder) take() []claims.Content {
+	r.seal()
+	batch := r.pending
+	r.pending, r.bytes = nil, 0
+	r.room.Broadcast()
+	return batch
 }
 
 // flushSoon sees to it that an append is on its way. Callers hold mu.
@@ -145,13 +202,11 @@ func (r *recorder) flushSoon(in time.Duration) {
 
 // flush appends what is pending, and goes on until it is appended or may not be.
 func (r *recorder) flush() {
-	r.flushes.Lock()
-	defer r.flushes.Unlock()
+	r.turn <- struct{}{}
+	defer func() { <-r.turn }()
 	r.mu.Lock()
-	batch := r.pending
-	r.pending, r.bytes, r.timer = nil, 0, nil
-	r.room.Broadcast()
-	err := r.err
+	batch, err := r.take(), r.err
+	r.timer = nil
 	r.mu.Unlock()
 	if len(batch) == 0 || err != nil {
 		return
@@ -179,13 +234,34 @@ func (r *recorder) fail(err error) {
 	r.room.Broadcast()
 }
 
-// decline makes a refusal durable with what was put out before it (I12).
+// decline makes a refusal durable with what was put out before it (I12). Past
+// the kill it is not waited for; close does.
 func (r *recorder) decline(reason string) error {
-	r.flushes.Lock()
-	defer r.flushes.Unlock()
 	r.mu.Lock()
-	tail, err := r.pending, r.err
-	r.pending, r.bytes = nil, 0
+	if r.closed {
+		r.mu.Unlock()
+		return ErrStepOver
+	}
+	r.running.Add(1)
+	r.mu.Unlock()
+	done := make(chan error, 1)
+	go func() {
+		defer r.running.Done()
+		done <- r.persistDecline(reason)
+	}()
+	select {
+	case err := <-done:
+		return err
+	case <-r.exec.killed:
+		return r.mustStop()
+	}
+}
+
+func (r *recorder) persistDecline(reason string) error {
+	r.turn <- struct{}{}
+	defer func() { <-r.turn }()
+	r.mu.Lock()
+	tail, err := r.take(), r.err
 	r.mu.Unlock()
 	e := r.exec
 	if e.declined() {
@@ -211,7 +287,7 @@ func (r *recorder) decline(reason string) error {
 
 // close ends the recording after the join and returns what was not appended.
 func (r *recorder) close() []claims.Content {
-	r.release()
+	close(r.over)
 	r.mu.Lock()
 	r.closed = true
 	r.room.Broadcast()
@@ -223,8 +299,7 @@ func (r *recorder) close() []claims.Content {
 	r.running.Wait()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	tail := r.pending
-	r.pending = nil
+	tail := r.take()
 	if r.err != nil && !errors.Is(r.err, claims.ErrTooLarge) {
 		return nil // it may not be recorded
 	}

@@ -233,18 +233,16 @@ type ending struct {
 // step calls the handler and waits for all of it to join.
 func (p *Pool) step(e *execution, step claims.Step, log *slog.Logger) ending {
 	began := time.Now()
-	rec := newRecorder(e, step)
-	out := NewOutput(rec.put, rec.decline)
-	end := ending{out: out}
 	history, err := p.history(e)
-	if err != nil {
-		end.err = err
-	}
+	end := ending{err: err}
 	ctx, cancel := e.ctx, context.CancelFunc(func() {})
 	if p.opts.StepTimeout > 0 {
 		ctx, cancel = context.WithTimeoutCause(e.ctx, p.opts.StepTimeout, claims.ErrStepTimeout)
 	}
 	defer cancel()
+	rec := newRecorder(ctx, e, step)
+	out := NewOutput(rec.put, rec.decline)
+	end.out = out
 	if err == nil && e.mayCall() {
 		end.called = true
 		req := Request{
@@ -252,7 +250,7 @@ func (p *Pool) step(e *execution, step claims.Step, log *slog.Logger) ending {
 			Inputs: step.Inputs, Continues: step.Continues, History: history, Trace: step.Trace, Killed: e.killedBy(ctx),
 		}
 		var result Result
-		var failed error
+		failed := errors.New("the handler ended its goroutine and answered nothing") // runtime.Goexit
 		returned := make(chan struct{})
 		go func() {
 			defer close(returned)

@@ -4,9 +4,8 @@
 // Words:
 //
 //   - The leader is the shell that runs CMD. It leads a process group of its own.
-//   - The members of a step are the leader, its group, and on Linux whoever
-//     carries the step's RV_STEP in the environment it was started with, and
-//     their descendants: setsid, nohup and a double fork leave the group, not
+//   - The members of a step are the leader and all that it started, as package
+//     members finds them: setsid, nohup and a double fork leave the group, not
 //     the step.
 //   - A step is stopped by SIGTERM to its members, and SIGKILL after KillAfter
 //     or when Request.Killed closes, whichever is first (I7).
@@ -21,17 +20,22 @@
 //   - The context and Request.Killed are obeyed while the step's output is
 //     blocked.
 //   - Memory is bounded: MaxLineBytes of output, and 4 KiB each of a line and of
-//     the tail of standard error, with a small factor for growing.
+//     the tail of standard error, with a small factor for growing. A command
+//     that says more than the log takes waits in its write.
 //
 // A leader that exits while other members live ends the step's outcome, not
 // the step: the others get SIGTERM at once and SIGKILL after KillAfter. What
-// is to outlive a step must be run by something that is not of the step.
+// is to outlive a step must be run by something that is not of the step. A
+// command that closes its standard output goes on until it exits.
 //
-// Not promised: to find a process that left the group and also changed or
-// overwrote the environment it was started with (env -i, setproctitle) after
-// its parent had ended; to end one that may not be signalled (set-user-ID);
-// and on macOS to find one outside the group at all. A command of the same
-// user can read the worker's own environment in /proc.
+// A command gets the worker's environment without its credentials:
+// RV_DATABASE_URL, RV_NATS_CREDS, RV_HTTP_URL, RV_NATS_URL where it has a user in it, and
+// the variables of PostgreSQL that hold or name a secret (PGPASSWORD,
+// PGPASSFILE, PGSERVICEFILE, PGSSLKEY, PGSSLPASSWORD), which the worker's own
+// connections use. A command that is to have one is given it under another name.
+// Not promised: that a command of the same user can't read them elsewhere, in
+// the worker's own environment in /proc or in those files. Nor is what package
+// members does not promise.
 //
 // On Linux New makes the process a child subreaper (PR_SET_CHILD_SUBREAPER,
 // process-wide), so that orphans of a step become its children and are reaped:
@@ -59,15 +63,14 @@ import (
 
 	"reveille/claims"
 	"reveille/runner"
+	"reveille/runner/exec/members"
+	"reveille/runner/lines"
 )
 
 const (
 	// DefaultKillAfter is how long a command that was told to stop has for it.
 	DefaultKillAfter = 10 * time.Second
-	// DefaultMaxLineBytes is the longest line of output that is read as JSON.
-	DefaultMaxLineBytes = 1 << 20
 
-	minLineBytes  = 64      // a rune must fit, and a little more makes sense of it
 	exitRetryable = 75      // EX_TEMPFAIL of sysexits.h
 	messageBytes  = 2 << 10 // of standard error in a failure's message
 )
@@ -80,7 +83,7 @@ type Options struct {
 	// worker that wants none sets a nanosecond.
 	KillAfter time.Duration
 	// MaxLineBytes bounds a line of standard output without its newline. A longer
-	// one is passed on as text, in pieces. 0 is DefaultMaxLineBytes, 64 the least.
+	// one is passed on as text, in pieces. 0 is lines.DefaultMax, lines.MinMax the least.
 	MaxLineBytes int
 	// Log gets the command's standard error, line by line, at most 100 lines a
 	// second of each step (the rest is counted), and who had to be killed. nil
@@ -94,8 +97,9 @@ type Options struct {
 // Handler runs commands. It implements runner.Handler and is safe for
 // concurrent use.
 type Handler struct {
-	opts  Options
-	shell string
+	opts    Options
+	shell   string
+	cgroups *members.Cgroups // nil where none can be made
 }
 
 var _ runner.Handler = (*Handler)(nil)
@@ -110,7 +114,7 @@ func New(o Options) (*Handler, error) {
 		o.KillAfter = DefaultKillAfter
 	}
 	if o.MaxLineBytes == 0 {
-		o.MaxLineBytes = DefaultMaxLineBytes
+		o.MaxLineBytes = lines.DefaultMax
 	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
@@ -122,16 +126,22 @@ func New(o Options) (*Handler, error) {
 		return nil, errors.New("exec handler: the command has a zero byte: remove it")
 	case o.KillAfter < 0:
 		return nil, fmt.Errorf("exec handler: kill after %v: want a duration above 0", o.KillAfter)
-	case o.MaxLineBytes < minLineBytes:
-		return nil, fmt.Errorf("exec handler: lines of %d bytes: want %d or more", o.MaxLineBytes, minLineBytes)
+	case o.MaxLineBytes < lines.MinMax:
+		return nil, fmt.Errorf("exec handler: lines of %d bytes: want %d or more", o.MaxLineBytes, lines.MinMax)
 	}
-	if err := becomeSubreaper(); err != nil {
+	if err := members.BecomeSubreaper(); err != nil {
 		return nil, fmt.Errorf("exec handler: %w", err)
 	}
 	if o.Guard != nil {
 		o.Guard.log.Store(o.Log)
 	}
-	return &Handler{opts: o, shell: "/bin/sh"}, nil
+	cgroups, err := members.FindCgroups()
+	if err == nil {
+		o.Log.Info("each step gets a cgroup of its own", "below", cgroups.String())
+	} else {
+		o.Log.Info("steps get no cgroup: their processes are found by process group, environment and parents", "why", err)
+	}
+	return &Handler{opts: o, shell: "/bin/sh", cgroups: cgroups}, nil
 }
 
 // Step runs the command once. It starts nothing where the context is done
@@ -152,7 +162,7 @@ func (h *Handler) Step(ctx context.Context, req runner.Request, out *runner.Outp
 	if ctx.Err() != nil {
 		return runner.Result{}, fmt.Errorf("command not started: %w", context.Cause(ctx))
 	}
-	line, err := requestLine(req)
+	in, err := req.Document()
 	if err != nil {
 		return runner.Result{}, fmt.Errorf("request of step %s: %w", req.Step, err)
 	}
@@ -164,32 +174,34 @@ func (h *Handler) Step(ctx context.Context, req runner.Request, out *runner.Outp
 		}
 	}
 
-	said := &parser{out: out, max: h.opts.MaxLineBytes, declined: make(chan struct{})}
+	output := lines.New(out, h.opts.MaxLineBytes)
 	logged := &stderrLog{log: log}
 	var streams sync.WaitGroup
-	streams.Go(func() { r.feed(line) })
-	streams.Go(func() { said.readAll(r.stdout) })
-	streams.Go(func() { logged.readAll(r.stderr) })
-	interrupted := r.supervise(ctx, req.Killed, said.declined)
+	streams.Go(func() { r.feed(append(in, '\n')) })
+	streams.Go(func() { drain(r.stdout, output) })
+	streams.Go(func() { drain(r.stderr, logged) })
+	interrupted := r.supervise(ctx, req.Killed, output.Declined())
 	state, err := r.reap()
 	r.closeStreams()
-	streams.Wait() // the parser's and the log's fields are ours from here
+	streams.Wait()
+	said := output.Close()
+	logged.end(time.Now())
 
 	switch {
-	case said.refused:
+	case said.Declined:
 		return runner.Result{}, nil
-	case said.err != nil && ctx.Err() == nil && !isCancellation(said.err):
-		return runner.Result{}, fmt.Errorf("output of the command: %w", said.err)
+	case said.Err != nil && ctx.Err() == nil && !isCancellation(said.Err):
+		return runner.Result{}, fmt.Errorf("output of the command: %w", said.Err)
 	case err != nil: // somebody else took the leader's status
 		return runner.Result{}, fmt.Errorf("exit status of the command: %w", err)
-	case interrupted && !(state.Success() && said.ended):
+	case interrupted && !(state.Success() && said.Ended):
 		cause := context.Cause(ctx)
 		if cause == nil {
 			cause = errKilled
 		}
 		return runner.Result{}, fmt.Errorf("command stopped (%s): %w", describe(state), cause)
 	case state.Success():
-		return said.result, nil
+		return said.Result, nil
 	}
 	message := describe(state)
 	if tail := logged.message(messageBytes); tail != "" {
@@ -199,23 +211,11 @@ func (h *Handler) Step(ctx context.Context, req runner.Request, out *runner.Outp
 	return runner.Result{}, &runner.Failure{Code: claims.CodeExit, Message: message, Retryable: retryable}
 }
 
-// requestLine is what the command reads. Lists are never null in it.
-func requestLine(req runner.Request) ([]byte, error) {
-	if req.Inputs == nil {
-		req.Inputs = []claims.Input{}
-	}
-	if req.History == nil {
-		req.History = []claims.ClosedStep{}
-	}
-	line, err := claims.Marshal(req)
-	return append(line, '\n'), err
-}
-
 // environment is the worker's, with the step's variables and without its
-// secrets: a command is not to reach the worker's database.
+// credentials: a command is not to reach the worker's database.
 func environment(worker []string, req runner.Request) []string {
 	env := []string{
-		stepVariable + "=" + string(req.Step),
+		members.Variable + "=" + string(req.Step),
 		"RV_SESSION=" + string(req.Session),
 		"RV_EXECUTION=" + string(req.Execution),
 		"RV_EPOCH=" + strconv.FormatInt(req.Epoch, 10),
@@ -225,8 +225,8 @@ func environment(worker []string, req runner.Request) []string {
 	}
 	for _, entry := range worker {
 		switch name, value, _ := strings.Cut(entry, "="); name {
-		case stepVariable, "RV_SESSION", "RV_EXECUTION", "RV_EPOCH", "TRACEPARENT":
-		case "RV_DATABASE_URL", "RV_NATS_CREDS":
+		case members.Variable, "RV_SESSION", "RV_EXECUTION", "RV_EPOCH", "TRACEPARENT":
+		case "RV_DATABASE_URL", "RV_NATS_CREDS", "RV_HTTP_URL", "PGPASSWORD", "PGPASSFILE", "PGSERVICEFILE", "PGSSLKEY", "PGSSLPASSWORD":
 		case "RV_NATS_URL":
 			if !strings.Contains(value, "@") { // no user and password in it
 				env = append(env, entry)

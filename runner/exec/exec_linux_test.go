@@ -18,6 +18,8 @@ import (
 
 	"reveille/claims"
 	"reveille/runner"
+	"reveille/runner/exec/members"
+	"reveille/runner/lines"
 )
 
 func TestOptions(t *testing.T) {
@@ -32,14 +34,15 @@ func TestOptions(t *testing.T) {
 		}
 	}
 	h, err := New(Options{Command: "true"})
-	if err != nil || h.opts.KillAfter != DefaultKillAfter || h.opts.MaxLineBytes != DefaultMaxLineBytes {
+	if err != nil || h.opts.KillAfter != DefaultKillAfter || h.opts.MaxLineBytes != lines.DefaultMax {
 		t.Errorf("New = %+v, %v, want the defaults", h, err)
 	}
 }
 
 func TestRequestAndEnvironment(t *testing.T) {
 	for name, value := range map[string]string{
-		"RV_DATABASE_URL": "postgres://secret", "RV_NATS_CREDS": "secret", "RV_NATS_URL": "nats://u:secret@h",
+		"RV_DATABASE_URL": "postgres://secret", "RV_NATS_CREDS": "secret", "RV_HTTP_URL": "http://u:secret@h", "RV_NATS_URL": "nats://u:secret@h",
+		"PGPASSWORD": "secret", "PGPASSFILE": "secret", "PGSERVICEFILE": "secret", "PGSSLKEY": "secret", "PGSSLPASSWORD": "secret",
 		"TRACEPARENT": "inherited", "RV_STEP": "inherited", "RV_EPOCH": "inherited", "RV_NAMESPACE": "kept",
 	} {
 		t.Setenv(name, value)
@@ -120,16 +123,16 @@ func TestLongLines(t *testing.T) {
 	h := newHandler(t, Options{Command: fmt.Sprintf(`
 		head -c %d /dev/zero | tr '\0' x; echo
 		printf '{"type":"text","text":"'; head -c %d /dev/zero | tr '\0' y; printf '"}\n'
-		echo '{"type":"text","text":"z"}'`, length, DefaultMaxLineBytes)})
+		echo '{"type":"text","text":"z"}'`, length, lines.DefaultMax)})
 	if _, err := h.Step(t.Context(), request(), rec.output()); err != nil {
 		t.Fatal(err)
 	}
-	want := strings.Repeat("x", length) + "\n" + `{"type":"text","text":"` + strings.Repeat("y", DefaultMaxLineBytes) + "\"}\nz"
+	want := strings.Repeat("x", length) + "\n" + `{"type":"text","text":"` + strings.Repeat("y", lines.DefaultMax) + "\"}\nz"
 	if got := rec.text(); got != want {
 		t.Errorf("text has %d bytes, want %d", len(got), len(want))
 	}
 	for _, c := range rec.content {
-		if n := len(c.Data.(claims.TextData).Text); n > DefaultMaxLineBytes {
+		if n := len(c.Data.(claims.TextData).Text); n > lines.DefaultMax {
 			t.Errorf("a piece has %d bytes", n)
 		}
 	}
@@ -257,7 +260,7 @@ func TestStderrToLog(t *testing.T) {
 	if _, err := h.Step(t.Context(), request(), (&recorder{}).output()); err != nil {
 		t.Fatal(err)
 	}
-	if s := log.String(); strings.Count(s, "\n") != 2 || !strings.Contains(s, "line=one") ||
+	if s := log.String(); strings.Count(s, "stderr of the command") != 2 || !strings.Contains(s, "line=one") ||
 		!strings.Contains(s, "line=two") || strings.Count(s, "session=ses_1") != 2 {
 		t.Errorf("log = %s", s)
 	}
@@ -314,6 +317,10 @@ func TestDeclineFails(t *testing.T) {
 
 // A step that is interrupted, in every way that a command may take it.
 func TestI10InterruptionReturnsWhenAllAreGone(t *testing.T) {
+	everyWay(t, testI10InterruptionReturnsWhenAllAreGone)
+}
+
+func testI10InterruptionReturnsWhenAllAreGone(t *testing.T, newHandler func(Options) *Handler) {
 	const ignores = `trap '' TERM; `
 	for name, c := range map[string]struct {
 		command   string // $PIDS: tell a process; its last line must leave it blocked
@@ -335,7 +342,7 @@ func TestI10InterruptionReturnsWhenAllAreGone(t *testing.T) {
 			pids := newFifo(t)
 			t.Setenv("PIDS", pids.path)
 			ctx, cancel := context.WithCancelCause(t.Context())
-			h := newHandler(t, Options{Command: c.command, KillAfter: c.killAfter})
+			h := newHandler(Options{Command: c.command, KillAfter: c.killAfter})
 			done := inBackground(ctx, h, request(), &recorder{})
 			var all []life
 			for range c.processes {
@@ -351,9 +358,13 @@ func TestI10InterruptionReturnsWhenAllAreGone(t *testing.T) {
 }
 
 func TestI7KilledKillsAtOnce(t *testing.T) {
+	everyWay(t, testI7KilledKillsAtOnce)
+}
+
+func testI7KilledKillsAtOnce(t *testing.T, newHandler func(Options) *Handler) {
 	pids := newFifo(t)
 	t.Setenv("PIDS", pids.path)
-	h := newHandler(t, Options{Command: `trap 'echo term > $PIDS' TERM
+	h := newHandler(Options{Command: `trap 'echo term > $PIDS' TERM
 		setsid sh -c "trap '' TERM; echo \$\$ > $PIDS; exec sleep 1000" &
 		echo $$ > $PIDS; while :; do wait; done`})
 	killed := make(chan struct{})
@@ -414,6 +425,10 @@ func TestExitZeroWhenStopped(t *testing.T) {
 }
 
 func TestI10LeaderExitsBeforeItsChildren(t *testing.T) {
+	everyWay(t, testI10LeaderExitsBeforeItsChildren)
+}
+
+func testI10LeaderExitsBeforeItsChildren(t *testing.T, newHandler func(Options) *Handler) {
 	for name, c := range map[string]struct {
 		child     string
 		killAfter time.Duration
@@ -432,7 +447,7 @@ func TestI10LeaderExitsBeforeItsChildren(t *testing.T) {
 			pids, gate := newFifo(t), newFifo(t)
 			t.Setenv("PIDS", pids.path)
 			rec := &recorder{}
-			h := newHandler(t, Options{
+			h := newHandler(Options{
 				Command:   c.child + "\nread x < " + gate.path + "\necho bye; echo '{\"type\":\"ended\",\"result\":1}'",
 				KillAfter: c.killAfter,
 			})
@@ -452,9 +467,13 @@ func TestI10LeaderExitsBeforeItsChildren(t *testing.T) {
 
 // A member that the first SIGTERM was lost on gets another when the leader ends.
 func TestLeftoversAreToldAgain(t *testing.T) {
+	everyWay(t, testLeftoversAreToldAgain)
+}
+
+func testLeftoversAreToldAgain(t *testing.T, newHandler func(Options) *Handler) {
 	pids, gate, blocked := newFifo(t), newFifo(t), newFifo(t)
 	t.Setenv("PIDS", pids.path)
-	h := newHandler(t, Options{Command: `trap 'read x < ` + gate.path + `; exit 1' TERM
+	h := newHandler(Options{Command: `trap 'read x < ` + gate.path + `; exit 1' TERM
 		sh -c 'trap "trap - TERM; echo once > $PIDS" TERM; echo $$ > $PIDS; while :; do read x < ` + blocked.path + `; done' &
 		while :; do wait; done`})
 	ctx, cancel := context.WithCancelCause(t.Context())
@@ -472,12 +491,16 @@ func TestLeftoversAreToldAgain(t *testing.T) {
 }
 
 func TestKilledReachesWhatTheLeaderLeft(t *testing.T) {
+	everyWay(t, testKilledReachesWhatTheLeaderLeft)
+}
+
+func testKilledReachesWhatTheLeaderLeft(t *testing.T, newHandler func(Options) *Handler) {
 	pids, gate := newFifo(t), newFifo(t)
 	t.Setenv("PIDS", pids.path)
 	killed := make(chan struct{})
 	req := request()
 	req.Killed = killed
-	h := newHandler(t, Options{Command: `sh -c 'trap "echo term > $PIDS" TERM; echo $$ > $PIDS; while :; do read x < ` + newFifo(t).path + `; done' &
+	h := newHandler(Options{Command: `sh -c 'trap "echo term > $PIDS" TERM; echo $$ > $PIDS; while :; do read x < ` + newFifo(t).path + `; done' &
 		read x < ` + gate.path + `; exit 3`})
 	done := inBackground(t.Context(), h, req, &recorder{})
 	child := pids.process(t)
@@ -490,34 +513,11 @@ func TestKilledReachesWhatTheLeaderLeft(t *testing.T) {
 	assertGone(t, child)
 }
 
-// Somebody who is not of the step any more holds its pipes: what is in them is
-// read, and no more is waited for.
-func TestStrangerHoldsThePipes(t *testing.T) {
-	pids, gate := newFifo(t), newFifo(t)
-	rec := &recorder{}
-	h := newHandler(t, Options{Command: `(env -i setsid sh -c 'echo $$ > ` + pids.path + `; exec sleep 1000' &)
-		read x < ` + gate.path + `; head -c 50000 /dev/zero | tr '\0' x`})
-	req := request()
-	req.Inputs[0].Body = json.RawMessage(`"` + strings.Repeat("x", 1<<20) + `"`) // it holds standard input too
-	done := inBackground(t.Context(), h, req, rec)
-	stranger := pids.process(t)
-	gate.open(t)
-	if a := await(t, done, "the end"); a.err != nil {
-		t.Error(a.err)
-	}
-	if got := rec.text(); got != strings.Repeat("x", 50000) {
-		t.Errorf("text has %d bytes, want 50000", len(got))
-	}
-	if !stranger.lives() {
-		t.Error("the stranger was found: then this test shows nothing")
-	}
-	if err := unix.Kill(stranger.pid, unix.SIGKILL); err != nil {
-		t.Error(err)
-	}
-	stranger.endAndReap(t)
+func TestI10BlockedOutputDoesNotDelayTheKill(t *testing.T) {
+	everyWay(t, testI10BlockedOutputDoesNotDelayTheKill)
 }
 
-func TestI10BlockedOutputDoesNotDelayTheKill(t *testing.T) {
+func testI10BlockedOutputDoesNotDelayTheKill(t *testing.T, newHandler func(Options) *Handler) {
 	pids, blocked, gate := newFifo(t), make(chan struct{}), make(chan struct{})
 	var once sync.Once
 	rec := &recorder{fail: func(claims.Content) error {
@@ -526,7 +526,7 @@ func TestI10BlockedOutputDoesNotDelayTheKill(t *testing.T) {
 		return claims.ErrCancelled
 	}}
 	ctx, cancel := context.WithCancelCause(t.Context())
-	h := newHandler(t, Options{Command: "echo $$ > " + pids.path + "; trap '' TERM; exec yes", KillAfter: time.Millisecond})
+	h := newHandler(Options{Command: "echo $$ > " + pids.path + "; trap '' TERM; exec yes", KillAfter: time.Millisecond})
 	done := inBackground(ctx, h, request(), rec)
 	leader := pids.process(t)
 	await(t, blocked, "output")
@@ -539,54 +539,17 @@ func TestI10BlockedOutputDoesNotDelayTheKill(t *testing.T) {
 	assertGone(t, leader)
 }
 
-// An orphan that ended before it was ever looked at is reaped by its age.
-func TestUnknownOrphansAreReaped(t *testing.T) {
-	pids, gate, end := newFifo(t), newFifo(t), newFifo(t)
-	h := newHandler(t, Options{Command: `(setsid sh -c 'echo $$ > ` + pids.path + `; read x < ` + end.path + `' &)
-		read x < ` + gate.path})
-	done := inBackground(t.Context(), h, request(), &recorder{})
-	orphan := pids.process(t)
-	end.open(t)
-	orphan.awaitEnd(t)
-	gate.open(t)
-	if a := await(t, done, "the end"); a.err != nil {
-		t.Fatal(a.err)
-	}
-	for range 2 { // seen, and then too old
-		processes, _, err := readProcesses()
-		if err != nil {
-			t.Fatal(err)
-		}
-		reapOrphans(processes, time.Now())
-		reapOrphans(processes, time.Now().Add(orphanAge))
-	}
-	assertGone(t, orphan)
-}
-
-func TestProcessWithAnOddName(t *testing.T) {
-	script := filepath.Join(t.TempDir(), "a) Z 1 (b")
-	pids, gate := newFifo(t), newFifo(t)
-	if err := os.WriteFile(script, []byte("#!/bin/sh\necho $$ > "+pids.path+"\nread x < "+gate.path+"\n"), 0o700); err != nil {
-		t.Fatal(err)
-	}
-	done := inBackground(t.Context(), newHandler(t, Options{Command: `exec "` + script + `"`}), request(), &recorder{})
-	p, err := readProcess(pids.process(t).pid)
-	if err != nil || p.dead() || p.parent != os.Getpid() || p.pgrp != p.pid || p.threads != 1 {
-		t.Errorf("process = %+v, %v", p, err)
-	}
-	gate.open(t)
-	if a := await(t, done, "the end"); a.err != nil {
-		t.Error(a.err)
-	}
-}
-
 func TestManyAtOnce(t *testing.T) {
+	everyWay(t, testManyAtOnce)
+}
+
+func testManyAtOnce(t *testing.T, newHandler func(Options) *Handler) {
 	guard, err := StartGuard(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer guard.Close()
-	h := newHandler(t, Options{Command: `echo $RV_STEP; (setsid sleep 1000 &)`, KillAfter: DefaultKillAfter, Guard: guard})
+	h := newHandler(Options{Command: `echo $RV_STEP; (setsid sleep 1000 &)`, KillAfter: DefaultKillAfter, Guard: guard})
 	var all sync.WaitGroup
 	for range 20 {
 		all.Go(func() {
@@ -607,17 +570,14 @@ func BenchmarkStep(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	for b.Loop() {
-		if _, err := h.Step(b.Context(), request(), (&recorder{}).output()); err != nil {
-			b.Fatal(err)
-		}
-	}
-}
-
-func BenchmarkLook(b *testing.B) {
-	g := newGroup(os.Getpid(), "none")
-	defer g.release()
-	for b.Loop() {
-		g.look()
+	for way, cgroups := range map[string]*members.Cgroups{"proc": nil, "cgroup": h.cgroups} {
+		b.Run(way, func(b *testing.B) {
+			h := &Handler{opts: h.opts, shell: h.shell, cgroups: cgroups}
+			for b.Loop() {
+				if _, err := h.Step(b.Context(), request(), (&recorder{}).output()); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
 	}
 }

@@ -19,6 +19,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"reveille/runner/exec/members"
 )
 
 // GuardArg is the one argument of a guard process.
@@ -308,6 +310,7 @@ func RunGuard(in io.Reader) int {
 	_, _ = io.WriteString(os.Stdout, guardHello)
 	_ = os.Stdout.Close()
 
+	cgroups, _ := members.FindCgroups() // the worker's: this process is in the same
 	steps := map[string]int{}
 	for lines := bufio.NewScanner(in); lines.Scan(); {
 		line := lines.Text()
@@ -324,7 +327,7 @@ func RunGuard(in io.Reader) int {
 	}
 	giveUp := time.Now().Add(guardGiveUp)
 	for clear := 0; clear < guardClear; clear++ {
-		if killSteps(steps) {
+		if members.KillSteps(steps, cgroups) {
 			clear = -1
 		}
 		if time.Now().After(giveUp) {

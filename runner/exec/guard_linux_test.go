@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	osexec "os/exec"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"syscall"
@@ -15,6 +16,7 @@ import (
 
 	"reveille/claims"
 	"reveille/runner"
+	"reveille/runner/exec/members"
 )
 
 // The test binary as a worker that will be killed: workerVariable says which,
@@ -33,8 +35,10 @@ setsid sh -c 'echo $$ > $PIDS; exec sleep 1000' &
 (setsid sh -c 'echo $$ > $PIDS; exec sleep 1000' &)
 echo $$ > $PIDS; wait`
 	victimCount = 4
-	// unmarked is found by its group only.
+	// unmarked is found by its group only, hidden by its cgroup.
 	unmarked = `P=$PIDS; env -i sh -c 'echo $$ > '$P'; exec sleep 1000' &
+`
+	hidden = `P=$PIDS; (env -i setsid sh -c 'echo $$ > '$P'; exec sleep 1000' &)
 `
 )
 
@@ -61,12 +65,16 @@ func runTestWorker(mode string) {
 		step := string(newStep()) // its own: guards of other test runs must not find it
 		guard.add(step, 0)
 		_, err = os.StartProcess("/bin/sh", []string{"sh", "-c", victims},
-			&os.ProcAttr{Env: append(os.Environ(), stepVariable+"="+step), Sys: &syscall.SysProcAttr{Setpgid: true}})
+			&os.ProcAttr{Env: append(os.Environ(), members.Variable+"="+step), Sys: &syscall.SysProcAttr{Setpgid: true}})
 		check(err)
 		fmt.Fprintln(pids, pid)
 		select {}
 	}
-	h, err := New(Options{Command: unmarked + victims, KillAfter: never, Guard: guard})
+	command := unmarked + victims
+	if mode == "hidden" {
+		command = hidden + victims
+	}
+	h, err := New(Options{Command: command, KillAfter: never, Guard: guard})
 	check(err)
 	go func() {
 		_, err := h.Step(context.Background(), request(), (&recorder{}).output())
@@ -83,7 +91,7 @@ func runTestWorker(mode string) {
 // startWorker starts one; its processes become children of the test when it dies.
 func startWorker(t *testing.T, mode string) (worker *osexec.Cmd, pids *fifo) {
 	t.Helper()
-	if err := becomeSubreaper(); err != nil {
+	if err := members.BecomeSubreaper(); err != nil {
 		t.Fatal(err)
 	}
 	pids = newFifo(t)
@@ -105,7 +113,11 @@ func kill(t *testing.T, worker *osexec.Cmd) {
 }
 
 func TestI7GuardKillsTheStepsOfAKilledWorker(t *testing.T) {
-	for mode, count := range map[string]int{"registered": victimCount + 1, "announced": victimCount} {
+	modes := map[string]int{"registered": victimCount + 1, "announced": victimCount}
+	if newHandler(t, Options{Command: "true"}).cgroups != nil {
+		modes["hidden"] = victimCount + 1
+	}
+	for mode, count := range modes {
 		t.Run(mode, func(t *testing.T) { testKilledWorker(t, mode, count) })
 	}
 }
@@ -118,11 +130,11 @@ func testKilledWorker(t *testing.T, mode string, victimCount int) {
 	}
 	for _, l := range all {
 		for _, s := range []unix.Signal{unix.SIGTERM, unix.SIGINT, unix.SIGHUP} {
-			if p, err := readProcess(l.pid); err == nil && isGuardProcess(l.pid) {
-				if p.pgrp != p.pid {
-					t.Errorf("the guard is in group %d", p.pgrp)
+			if p, err := members.Read(l.PID); err == nil && isGuardProcess(l.PID) {
+				if p.Group != p.PID {
+					t.Errorf("the guard is in group %d", p.Group)
 				}
-				if err := unix.Kill(l.pid, s); err != nil {
+				if err := unix.Kill(l.PID, s); err != nil {
 					t.Error(err)
 				}
 			}
@@ -131,6 +143,11 @@ func testKilledWorker(t *testing.T, mode string, victimCount int) {
 	kill(t, worker)
 	for _, l := range all {
 		l.endAndReap(t)
+	}
+	if cgroups, err := members.FindCgroups(); err == nil { // the guard is over too: it removed them
+		if left, err := filepath.Glob(fmt.Sprintf("%v/rv-%08x-*", cgroups, worker.Process.Pid)); err != nil || len(left) > 0 {
+			t.Errorf("cgroups are left: %v, %v", left, err)
+		}
 	}
 }
 
@@ -155,8 +172,8 @@ func TestI7GuardThatDiedIsReplaced(t *testing.T) {
 		all = append(all, pids.process(t))
 	}
 	for i, l := range all {
-		if isGuardProcess(l.pid) {
-			if err := unix.Kill(l.pid, unix.SIGKILL); err != nil {
+		if isGuardProcess(l.PID) {
+			if err := unix.Kill(l.PID, unix.SIGKILL); err != nil {
 				t.Fatal(err)
 			}
 			l.awaitEnd(t)
@@ -167,7 +184,7 @@ func TestI7GuardThatDiedIsReplaced(t *testing.T) {
 	all = append(all, pids.process(t)) // the next guard
 	for _, l := range all {
 		if !l.lives() {
-			t.Errorf("process %d died with the guard", l.pid)
+			t.Errorf("process %d died with the guard", l.PID)
 		}
 	}
 	kill(t, worker)
@@ -188,7 +205,7 @@ func TestGuardThatHangsIsReplaced(t *testing.T) {
 	h := newHandler(t, Options{Command: "echo $$ > " + pids.path + "; read x < " + gate.path, Guard: g})
 	done := inBackground(t.Context(), h, request(), &recorder{})
 	leader := pids.process(t)
-	if err := unix.Kill(guard.pid, unix.SIGSTOP); err != nil {
+	if err := unix.Kill(guard.PID, unix.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
 	for step := 0; guard.lives(); step++ { // until its pipe is full, and a second more

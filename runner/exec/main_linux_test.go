@@ -20,6 +20,7 @@ import (
 
 	"reveille/claims"
 	"reveille/runner"
+	"reveille/runner/exec/members"
 )
 
 // patience ends a test that hangs; no test waits for it otherwise.
@@ -39,7 +40,7 @@ func TestMain(m *testing.M) {
 }
 
 // leakChecked fails a run that leaves processes behind, living or not: with a
-// subreaper all descendants end up as its children.
+// subreaper all descendants end up as its children. So it does for cgroups.
 type leakChecked struct{ m *testing.M }
 
 func (l leakChecked) Run() int {
@@ -48,7 +49,29 @@ func (l leakChecked) Run() int {
 		fmt.Fprintf(os.Stderr, "the tests left processes behind: wait4 = %d, %v\n", pid, err)
 		return 1
 	}
+	if cgroups, err := members.FindCgroups(); err == nil {
+		if left, err := filepath.Glob(cgroups.String() + "/rv-" + stepPrefix() + "*"); err != nil || len(left) > 0 {
+			fmt.Fprintf(os.Stderr, "the tests left cgroups behind: %v, %v\n", left, err)
+			return 1
+		}
+	}
 	return code
+}
+
+// everyWay runs a test as the members of a step are found: by what /proc shows,
+// and by a cgroup too, where this machine lets one be made.
+func everyWay(t *testing.T, f func(t *testing.T, handler func(Options) *Handler)) {
+	t.Helper()
+	t.Run("proc", func(t *testing.T) {
+		f(t, func(o Options) *Handler {
+			h := newHandler(t, o)
+			h.cgroups = nil
+			return h
+		})
+	})
+	if newHandler(t, Options{Command: "true"}).cgroups != nil {
+		t.Run("cgroup", func(t *testing.T) { f(t, func(o Options) *Handler { return newHandler(t, o) }) })
+	}
 }
 
 // recorder is the log of a step.
@@ -130,8 +153,11 @@ func newStep() claims.StepID {
 	stepNumber.Lock()
 	defer stepNumber.Unlock()
 	stepNumber.n++
-	return claims.StepID(fmt.Sprintf("%08x-0000-4000-8000-%012x", os.Getpid(), stepNumber.n))
+	return claims.StepID(fmt.Sprintf("%s0000-4000-8000-%012x", stepPrefix(), stepNumber.n))
 }
+
+// stepPrefix begins the ids of all steps of this process.
+func stepPrefix() string { return fmt.Sprintf("%08x-", os.Getpid()) }
 
 // answer is what Step returned.
 type answer struct {
@@ -202,7 +228,7 @@ func (f *fifo) open(t *testing.T) {
 
 // life is a process of a test under a handle that no other process gets.
 type life struct {
-	processID
+	members.ID
 	handle int
 }
 
@@ -223,16 +249,16 @@ func lifeOf(t *testing.T, number string) life {
 		t.Fatalf("process %d: %v", pid, err)
 	}
 	t.Cleanup(func() { unix.Close(handle) })
-	p, err := readProcess(pid)
+	p, err := members.Read(pid)
 	if err != nil {
 		t.Fatalf("process %d: %v", pid, err)
 	}
-	return life{p.processID, handle}
+	return life{p.ID, handle}
 }
 
 func (l life) lives() bool {
-	p, err := readProcess(l.pid)
-	return err == nil && p.processID == l.processID && !p.dead()
+	p, err := members.Read(l.PID)
+	return err == nil && p.ID == l.ID && !p.Dead()
 }
 
 // awaitEnd waits until the process has ended, reaped or not.
@@ -244,7 +270,7 @@ func (l life) awaitEnd(t *testing.T) {
 			continue
 		}
 		if n != 1 || err != nil {
-			t.Fatalf("process %d does not end: %v", l.pid, err)
+			t.Fatalf("process %d does not end: %v", l.PID, err)
 		}
 		return
 	}
@@ -255,7 +281,7 @@ func (l life) endAndReap(t *testing.T) {
 	t.Helper()
 	l.awaitEnd(t)
 	for {
-		_, err := unix.Wait4(l.pid, nil, 0, nil)
+		_, err := unix.Wait4(l.PID, nil, 0, nil)
 		if errors.Is(err, unix.EINTR) {
 			continue
 		}
@@ -270,8 +296,8 @@ func (l life) endAndReap(t *testing.T) {
 func assertGone(t *testing.T, all ...life) {
 	t.Helper()
 	for _, l := range all {
-		if p, err := readProcess(l.pid); err == nil && p.processID == l.processID {
-			t.Errorf("process %d is still there: state %c, parent %d (we are %d)", l.pid, p.state, p.parent, os.Getpid())
+		if p, err := members.Read(l.PID); err == nil && p.ID == l.ID {
+			t.Errorf("process %d is still there: state %c, parent %d (we are %d)", l.PID, p.State, p.Parent, os.Getpid())
 		}
 	}
 }

@@ -2,7 +2,6 @@ package exec
 
 import (
 	"bytes"
-	"encoding/json"
 	"errors"
 	"io"
 	"log/slog"
@@ -13,17 +12,10 @@ import (
 	"unicode/utf8"
 
 	"golang.org/x/sys/unix"
-
-	"reveille/claims"
-	"reveille/runner"
 )
 
 const (
 	readBytes = 32 << 10
-	// flushAfter is how long text without a newline waits for the rest of its line.
-	flushAfter = 100 * time.Millisecond
-	// pieceBytes is how much of a line that is known to be text is held back.
-	pieceBytes = 64 << 10
 	// maxPipeBytes is the most an unprivileged process can have in a pipe on Linux.
 	maxPipeBytes = 1 << 20
 
@@ -40,27 +32,15 @@ type stream struct {
 	left int         // bytes that were read since
 }
 
-// errSilent answers a read that waited long enough.
-var errSilent = errors.New("nothing to read yet")
-
-// read waits for bytes, at most for wait if that isn't 0.
-func (s *stream) read(p []byte, wait time.Duration) (int, error) {
-	var deadline time.Time
-	if wait > 0 {
-		deadline = time.Now().Add(wait)
-	}
-	_ = s.f.SetReadDeadline(deadline) // before the look at gone: finish does it the other way round
-	if s.gone.Load() {
-		return s.readLeft(p)
-	}
-	n, err := s.f.Read(p)
-	if errors.Is(err, os.ErrDeadlineExceeded) {
-		if s.gone.Load() {
-			return s.readLeft(p)
+// Read waits for bytes until finish, and then takes what is there.
+func (s *stream) Read(p []byte) (int, error) {
+	if !s.gone.Load() {
+		n, err := s.f.Read(p)
+		if !errors.Is(err, os.ErrDeadlineExceeded) {
+			return n, err
 		}
-		return n, errSilent
 	}
-	return n, err
+	return s.readLeft(p)
 }
 
 // readLeft reads what the pipe holds. It ends at an empty pipe, or at as much
@@ -94,194 +74,18 @@ func (s *stream) finish() {
 	_ = s.f.SetReadDeadline(time.Unix(1, 0))
 }
 
-// parser turns standard output into a step's output. It is used by one
-// goroutine; its results are read when that is over.
-type parser struct {
-	out      *runner.Output
-	max      int
-	declined chan struct{} // closed when the command has declined
-
-	pending []byte // of a line that has not ended
-	isText  bool   // a part of that line went out as text already: so does the rest
-
-	err     error // of the Output; nothing is recorded after it
-	refused bool  // the decline is durable; nothing is recorded after it
-	ended   bool
-	result  runner.Result
-}
-
-// readAll reads to the end of the stream, whatever becomes of the output, so
-// that the command is never blocked by a log that takes no more.
-func (p *parser) readAll(s *stream) {
+// drain reads to the end of a stream, whatever becomes of what is read, so that
+// the command is never blocked by a log that takes no more.
+func drain(s *stream, to io.Writer) {
 	defer s.f.Close()
 	buffer := make([]byte, readBytes)
 	for {
-		var wait time.Duration
-		if p.canFlush() {
-			wait = flushAfter
-		}
-		n, err := s.read(buffer, wait)
-		p.add(buffer[:n])
-		switch {
-		case errors.Is(err, errSilent):
-			p.flush()
-		case err != nil:
-			if len(p.pending) > 0 {
-				p.line("")
-			}
+		n, err := s.Read(buffer)
+		_, _ = to.Write(buffer[:n])
+		if err != nil {
 			return
 		}
 	}
-}
-
-func (p *parser) over() bool { return p.err != nil || p.refused }
-
-func (p *parser) add(chunk []byte) {
-	for len(chunk) > 0 && !p.over() {
-		part, rest, found := bytes.Cut(chunk, []byte("\n"))
-		p.grow(part)
-		if found {
-			p.line("\n")
-		}
-		chunk = rest
-	}
-	if p.over() {
-		p.pending = nil
-	}
-}
-
-// grow appends to the pending line and passes it on as text where it gets too long.
-func (p *parser) grow(part []byte) {
-	for !p.over() {
-		limit := p.max
-		if p.isText {
-			limit = min(limit, pieceBytes)
-		}
-		room := limit - len(p.pending)
-		if len(part) <= room {
-			p.pending = append(p.pending, part...)
-			return
-		}
-		p.pending = append(p.pending, part[:room]...)
-		part = part[room:]
-		p.flush()
-	}
-}
-
-// canFlush reports whether what is pending is text, however its line goes on.
-func (p *parser) canFlush() bool {
-	if p.isText {
-		return wholeRunes(p.pending) > 0
-	}
-	start := bytes.TrimLeft(p.pending, " \t\r")
-	return len(start) > 0 && start[0] != '{' && wholeRunes(p.pending) > 0
-}
-
-// flush passes on what is pending, but for the first bytes of a rune.
-func (p *parser) flush() {
-	n := wholeRunes(p.pending)
-	p.isText = true
-	p.text(string(p.pending[:n]))
-	p.pending = append(p.pending[:0], p.pending[n:]...)
-}
-
-// line ends the pending line.
-func (p *parser) line(newline string) {
-	line := p.pending
-	if p.isText || !p.event(line) {
-		p.text(string(line) + newline)
-	}
-	p.isText, p.pending = false, line[:0]
-	if cap(line) > pieceBytes {
-		p.pending = nil // a long line's memory is not kept for short ones
-	}
-}
-
-func (p *parser) text(s string) { p.put(p.out.Text(s)) }
-
-// put notes how an Output method ended.
-func (p *parser) put(err error) {
-	if err != nil && p.err == nil {
-		p.err = err
-	}
-}
-
-// event puts out what a line says if it is an object of contract.md section 3,
-// and reports whether it is.
-func (p *parser) event(line []byte) bool {
-	if start := bytes.TrimLeft(line, " \t\r"); len(start) == 0 || start[0] != '{' {
-		return false
-	}
-	line, err := claims.CleanJSON(line) // valid UTF-8, of bounded depth
-	var is struct {
-		Type claims.EventType `json:"type"`
-	}
-	if err != nil || json.Unmarshal(line, &is) != nil {
-		return false
-	}
-	switch is.Type {
-	case claims.TextEvent:
-		var d struct{ Text *string }
-		if json.Unmarshal(line, &d) != nil || d.Text == nil {
-			return false
-		}
-		p.text(*d.Text)
-	case claims.ToolCalled:
-		var d claims.ToolCalledData
-		if json.Unmarshal(line, &d) != nil || d.Call == "" || d.Name == "" {
-			return false
-		}
-		p.put(p.out.ToolCalled(d.Call, d.Name, d.Input))
-	case claims.ToolSucceeded:
-		var d claims.ToolSucceededData
-		if json.Unmarshal(line, &d) != nil || d.Call == "" {
-			return false
-		}
-		p.put(p.out.ToolSucceeded(d.Call, d.Output))
-	case claims.ToolFailed:
-		var d claims.ToolFailedData
-		if json.Unmarshal(line, &d) != nil || d.Call == "" {
-			return false
-		}
-		p.put(p.out.ToolFailed(d.Call, d.Error))
-	case "declined":
-		var d claims.ReasonData
-		if json.Unmarshal(line, &d) != nil {
-			return false
-		}
-		p.decline(d.Reason)
-	case "ended":
-		var d claims.StepEndedData
-		if json.Unmarshal(line, &d) != nil {
-			return false
-		}
-		p.ended, p.result = true, runner.Result{Value: d.Result, Continue: d.Continue}
-	default:
-		return false
-	}
-	return true
-}
-
-// decline records the refusal and has the command stopped, also where it could
-// not be recorded: a person said no.
-func (p *parser) decline(reason string) {
-	err := p.out.Decline(reason)
-	p.put(err)
-	p.refused = err == nil
-	close(p.declined) // once: nothing is parsed after either
-}
-
-// wholeRunes is the length of b without a rune at its end that may go on.
-func wholeRunes(b []byte) int {
-	for i := len(b) - 1; i >= max(0, len(b)-utf8.UTFMax); i-- {
-		if utf8.RuneStart(b[i]) {
-			if utf8.FullRune(b[i:]) {
-				return len(b)
-			}
-			return i
-		}
-	}
-	return len(b)
 }
 
 // stderrLog writes standard error to the log and keeps its tail. A flood costs
@@ -295,17 +99,10 @@ type stderrLog struct {
 	omitted int
 }
 
-func (l *stderrLog) readAll(s *stream) {
-	defer s.f.Close()
-	buffer := make([]byte, readBytes)
-	for {
-		n, err := s.read(buffer, 0)
-		l.add(buffer[:n], time.Now())
-		if err != nil {
-			l.end(time.Now())
-			return
-		}
-	}
+// Write never fails.
+func (l *stderrLog) Write(chunk []byte) (int, error) {
+	l.add(chunk, time.Now())
+	return len(chunk), nil
 }
 
 func (l *stderrLog) add(chunk []byte, now time.Time) {

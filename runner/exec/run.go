@@ -10,10 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"reveille/runner"
+	"reveille/runner/exec/members"
 )
-
-// stepVariable marks the processes of a step.
-const stepVariable = "RV_STEP"
 
 const (
 	// The members that are left are looked at after 1 ms, then ever later: most
@@ -25,11 +23,11 @@ const (
 
 // run is one command on its way.
 type run struct {
-	h      *Handler
-	log    *slog.Logger
-	step   string
-	leader *os.Process
-	group  *group
+	h       *Handler
+	log     *slog.Logger
+	step    string
+	leader  *os.Process
+	members *members.Members
 
 	stdin          *os.File
 	stdout, stderr *stream
@@ -56,7 +54,7 @@ func (h *Handler) start(req runner.Request, log *slog.Logger) (*run, error) {
 		Files: theirs[:],
 		Sys:   &syscall.SysProcAttr{Setpgid: true},
 	}
-	leader, err := h.opts.Guard.start(h.shell, []string{"sh", "-c", h.opts.Command}, attr)
+	leader, cgroup, err := h.startLeader(step, attr)
 	closeAll(theirs[:])
 	if err != nil {
 		h.opts.Guard.remove(step)
@@ -65,9 +63,24 @@ func (h *Handler) start(req runner.Request, log *slog.Logger) (*run, error) {
 	}
 	h.opts.Guard.add(step, leader.Pid)
 	return &run{
-		h: h, log: log, step: step, leader: leader, group: newGroup(leader.Pid, step),
+		h: h, log: log, step: step, leader: leader, members: members.Of(leader.Pid, step, cgroup),
 		stdin: ours[0], stdout: &stream{f: ours[1]}, stderr: &stream{f: ours[2]},
 	}, nil
+}
+
+// startLeader starts the shell, in a cgroup of the step's own where there can
+// be one. A kernel or a filter of system calls that refuses that one start gets
+// another, as for any other failure, which it then answers.
+func (h *Handler) startLeader(step string, attr *os.ProcAttr) (*os.Process, *members.Cgroup, error) {
+	argv := []string{"sh", "-c", h.opts.Command}
+	if cgroup := h.cgroups.Make(step, attr.Sys); cgroup != nil {
+		leader, err := h.opts.Guard.start(h.shell, argv, attr)
+		if cgroup.Started(attr.Sys, err == nil); err == nil {
+			return leader, cgroup, nil
+		}
+	}
+	leader, err := h.opts.Guard.start(h.shell, argv, attr)
+	return leader, nil, err
 }
 
 // feed writes the request. A command that does not read it loses nothing but
@@ -91,13 +104,13 @@ func (r *run) supervise(ctx context.Context, killed, declined <-chan struct{}) (
 	)
 	go func() {
 		defer close(exited)
-		awaitExit(r.leader.Pid)
+		members.AwaitExit(r.leader.Pid)
 	}()
 	look := time.NewTicker(lookEvery)
 	defer look.Stop()
 	terminate := func() {
 		if killAt == nil {
-			r.group.raise(unix.SIGTERM)
+			r.members.Raise(unix.SIGTERM)
 			killAt = time.After(r.h.opts.KillAfter)
 		}
 	}
@@ -105,7 +118,7 @@ func (r *run) supervise(ctx context.Context, killed, declined <-chan struct{}) (
 		select {
 		case <-exited:
 			exited, running = nil, false
-			gone, left := r.group.leaderEnded()
+			gone, left := r.members.LeaderEnded()
 			if gone {
 				return interrupted
 			}
@@ -115,7 +128,7 @@ func (r *run) supervise(ctx context.Context, killed, declined <-chan struct{}) (
 			terminate()
 			poll = time.After(pause)
 		case <-poll:
-			if r.group.gone() {
+			if r.members.Gone() {
 				return interrupted
 			}
 			pause = min(2*pause, lastPoll)
@@ -131,13 +144,13 @@ func (r *run) supervise(ctx context.Context, killed, declined <-chan struct{}) (
 			terminate()
 		case <-killAt:
 			r.log.Warn("processes of the step are left after SIGTERM: killing them", "after", r.h.opts.KillAfter)
-			r.group.raise(unix.SIGKILL)
+			r.members.Raise(unix.SIGKILL)
 		case <-killed:
 			killed = nil
 			interrupted = interrupted || running && !isClosed(exited)
-			r.group.raise(unix.SIGKILL)
+			r.members.Raise(unix.SIGKILL)
 		case <-look.C:
-			r.group.look()
+			r.members.Look()
 		}
 	}
 }
@@ -146,7 +159,7 @@ func (r *run) supervise(ctx context.Context, killed, declined <-chan struct{}) (
 // the group before: from here the number may be anybody's.
 func (r *run) reap() (*os.ProcessState, error) {
 	r.h.opts.Guard.remove(r.step)
-	r.group.release()
+	r.members.Release()
 	return r.leader.Wait()
 }
 

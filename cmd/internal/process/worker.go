@@ -11,6 +11,7 @@ import (
 	"reveille/claims"
 	"reveille/claims/crdb"
 	"reveille/cmd/internal/flags"
+	"reveille/cmd/internal/tracing"
 	"reveille/runner"
 	"reveille/runner/exec"
 	"reveille/runner/http"
@@ -28,6 +29,86 @@ func Worker(ctx context.Context, f flags.Worker, stderr io.Writer) error {
 	}
 	defer closeHandler()
 	return runWorker(ctx, f, opts, handler, log)
+}
+
+// Custom runs a worker around a handler that the program brings, as Worker does
+// around the one of the flags.
+func Custom(ctx context.Context, f flags.Worker, handler runner.Handler, stderr io.Writer) error {
+	if f.Exec != "" || f.HTTPURL != "" {
+		return flags.Usage("--exec and --http-url are of the worker program: this one has a handler of its own")
+	}
+	log, opts, err := prepare(f, stderr)
+	if err != nil {
+		return err
+	}
+	return runWorker(ctx, f, opts, handler, log)
+}
+
+// prepare makes the log of a worker, and checks its options.
+func prepare(f flags.Worker, stderr io.Writer) (*slog.Logger, runner.Options, error) {
+	worker := name(f.WorkerID)
+	opts := runner.Options{
+		LeaseOptions: leaseOptions(f.Lease), Worker: worker, Version: flags.Version(),
+		Slots: f.Slots, Grace: f.Grace, JoinTimeout: f.JoinTimeout, KillAfter: f.KillAfter, StepTimeout: f.StepTimeout,
+		MaxSteps: f.MaxSteps, MaxAttempts: f.MaxAttempts, RetryBase: f.RetryBase, RetryMax: f.RetryMax, History: f.History,
+	}
+	if err := opts.Validate(); err != nil {
+		return nil, runner.Options{}, flags.Usage("%v", err)
+	}
+	return f.Logger(stderr).With("worker", worker), opts, nil
+}
+
+// runWorker runs a worker until ctx ends: then it stops the intake, lets steps
+// finish for the grace, hands the rest over, relays what is left and closes
+// its lease.
+func runWorker(ctx context.Context, f flags.Worker, opts runner.Options, handler runner.Handler, log *slog.Logger) error {
+	// A slot's loop and its appends, the lanes of the intake, the relay.
+	conns := min(8+f.Slots/8, 24)
+	p, err := connect(ctx, f.Database, f.NATS, f.DBTimeout, conns, f.HTTP, "reveille-worker "+opts.Worker, log)
+	if err != nil {
+		return err
+	}
+	defer p.close()
+	spans, err := tracing.Start(ctx, "reveille-worker", opts.Worker, opts.Version, log)
+	if err != nil {
+		return err
+	}
+	defer spans.Close(log)
+
+	w := &workerProcess{parts: p}
+	live := bus.NewLive(p.conn)
+	handler = spans.Handler(handler)
+	w.pool, err = runner.NewPool(spans.Store(p.store), events{bus.NewAnnouncer(p.conn), p.relay, live}, handler, opts, w.subscribe, log)
+	if err != nil {
+		return err
+	}
+	streams := bus.StreamOptions{Replicas: f.Replicas, MaxClockSkew: f.MaxClockSkew}
+	ready := bus.NewReady(p.conn, w.pool, bus.ReadyOptions{Streams: streams, Logger: log})
+	intake := bus.NewIntake(p.conn, newApplier(w.pool, p.store, ready, spans), bus.IntakeOptions{
+		Streams: streams, MaxInputBytes: f.MaxInputBytes, Logger: log,
+	})
+	p.registry.MustRegister(w.pool.Collectors()...)
+	p.registry.MustRegister(w.pool.Keeper().Collectors()...)
+	p.registry.MustRegister(intake.Collectors()...)
+	p.web.check(p.healthy(w.pool.Keeper()))
+
+	base := context.WithoutCancel(ctx)
+	background := start(base, w.pool.Run, p.relay.Run, live.Run)
+	taking := start(ctx, intake.Run, ready.Run)
+	log.Info("worker up", "version", flags.Version(), "slots", f.Slots, "http", f.HTTP)
+	<-ctx.Done()
+	log.Info("stopping: no new work is taken")
+	taking.wait()
+	w.pool.Drain()
+	flush, cancel := context.WithTimeout(base, flushTimeout)
+	defer cancel()
+	if err := p.relay.Flush(flush); err != nil {
+		log.Warn("not all events are relayed; the scanner does", "error", err)
+	}
+	background.stop()
+	w.unsubscribe()
+	log.Info("worker down")
+	return nil
 }
 
 // newHandler makes what runs the steps; it is to be closed after the last one.
@@ -98,13 +179,17 @@ func (w *workerProcess) unsubscribe() {
 // applier applies commands through the pool, which may take the claim where no
 // older ready session waits.
 type applier struct {
-	pool  *runner.Pool
+	apply tracing.Apply
 	store *crdb.Store
 	ready *bus.Ready
 }
 
+func newApplier(pool *runner.Pool, store *crdb.Store, ready *bus.Ready, spans *tracing.Spans) applier {
+	return applier{spans.Apply(pool.Apply), store, ready}
+}
+
 func (a applier) Apply(ctx context.Context, cmd claims.Command, mayAcquire bool) (claims.Outcome, error) {
-	return a.pool.Apply(ctx, cmd, mayAcquire && a.ready.Empty())
+	return a.apply(ctx, cmd, mayAcquire && a.ready.Empty())
 }
 
 func (a applier) PassOver(ctx context.Context, cmd claims.Command) error {

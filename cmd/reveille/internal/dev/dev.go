@@ -31,6 +31,7 @@ import (
 	"reveille/cmd/internal/flags"
 	"reveille/internal/localdb"
 	"reveille/runner"
+	rvhttp "reveille/runner/http"
 )
 
 // Flags of reveille dev. Where a default is not that of the worker, it is for
@@ -43,8 +44,9 @@ type Flags struct {
 	Namespace   string `help:"First token of all subjects." default:"rv"`
 	LogLevel    string `help:"Least level of the log that is shown (${enum}); starts, stops, recoveries and what commands say on standard error are always." enum:"debug,info,warn,error" default:"warn"`
 
-	Handler     string        `help:"What runs a step (${enum})." enum:"exec" default:"exec"`
+	Handler     string        `help:"What runs a step (${enum})." enum:"exec,http" default:"exec"`
 	Exec        string        `help:"Command that runs each step, by /bin/sh -c; without it a demo that counts to ten." placeholder:"CMD"`
+	HTTPURL     string        `name:"http-url" help:"URL of --handler http, where each step is posted." placeholder:"URL"`
 	Slots       int           `help:"Sessions at once, of each worker." default:"16"`
 	History     int           `help:"Closed steps of its session that a step gets." default:"20"`
 	StepTimeout time.Duration `help:"Longest run of one step; 0 is none." default:"0"`
@@ -131,11 +133,31 @@ func (f *Flags) validate() error {
 	if _, err := bus.ParseNamespace(f.Namespace); err != nil {
 		return flags.Usage("--namespace: %v", err)
 	}
+	if err := f.validateHandler(); err != nil {
+		return err
+	}
 	lease := runner.LeaseOptions{
 		Lease: f.Lease, Heartbeat: f.Heartbeat, MaxClockSkew: f.MaxClockSkew, StopMargin: f.StopMargin, DBTimeout: f.DBTimeout,
 	}
 	if err := lease.Validate(); err != nil {
 		return flags.Usage("%v", err)
+	}
+	return nil
+}
+
+// validateHandler refuses what the workers would, before anything is started,
+// and a URL that would be passed over for the demo.
+func (f *Flags) validateHandler() error {
+	switch {
+	case f.Handler != "http" && f.HTTPURL != "" && f.Exec == "":
+		return flags.Usage("--http-url is of --handler http: add that, or leave the URL out")
+	case f.Handler != "http":
+		return nil
+	case f.HTTPURL == "":
+		return flags.Usage("--handler http needs --http-url URL, where a step is posted")
+	}
+	if _, err := rvhttp.ParseURL(f.HTTPURL); err != nil {
+		return flags.Usage("--http-url: %v", err)
 	}
 	return nil
 }
@@ -185,6 +207,9 @@ func (d *dev) supervise(ctx context.Context) error {
 		self: self, console: d.console, stopTimeout: d.flags.Grace + d.flags.KillAfter + stopTimeout,
 		env: append(os.Environ(), childVariable+"=1", "RV_DATABASE_URL="+d.database.URL()),
 	}
+	if d.flags.Handler == "http" {
+		s.env = append(s.env, "RV_HTTP_URL="+d.flags.HTTPURL) // it may hold a password
+	}
 	children := d.children()
 	running, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -226,9 +251,13 @@ func (d *dev) children() []*child {
 			"--log-format=json", "--log-level=" + d.console.childLevel(),
 		}
 	}
-	command := f.Exec
-	if command == "" {
-		command = Demo
+	handler := []string{"--handler=" + f.Handler} // its URL is in the environment
+	if f.Handler == "exec" {
+		command := f.Exec
+		if command == "" {
+			command = Demo
+		}
+		handler = append(handler, "--exec="+command)
 	}
 	scanner := &child{name: "scanner", port: scannerPort}
 	scanner.args = func(address string) []string { return append([]string{"scanner"}, common(scanner, address)...) }
@@ -236,9 +265,10 @@ func (d *dev) children() []*child {
 	for i := range f.Workers {
 		w := &child{name: fmt.Sprintf("worker-%d", i+1), port: workerPort(i)}
 		w.args = func(address string) []string {
-			return append(append([]string{"worker"}, common(w, address)...),
-				fmt.Sprintf("--slots=%d", f.Slots), fmt.Sprintf("--history=%d", f.History), "--step-timeout="+f.StepTimeout.String(),
-				"--grace="+f.Grace.String(), "--kill-after="+f.KillAfter.String(), "--handler="+f.Handler, "--exec="+command)
+			args := append([]string{"worker"}, common(w, address)...)
+			args = append(args, fmt.Sprintf("--slots=%d", f.Slots), fmt.Sprintf("--history=%d", f.History), "--step-timeout="+f.StepTimeout.String(),
+				"--grace="+f.Grace.String(), "--kill-after="+f.KillAfter.String())
+			return append(args, handler...)
 		}
 		children = append(children, w)
 	}
@@ -311,15 +341,7 @@ func (d *dev) banner(children []*child) {
 		pid, address, _ := c.where()
 		row(c.name, "pid %d, http://%s/metrics", pid, address)
 	}
-	if d.flags.Exec == "" {
-		row("steps", "run a demo that counts to ten (your own: --exec 'COMMAND')")
-	} else {
-		command, _, more := strings.Cut(d.flags.Exec, "\n")
-		if more {
-			command += " …"
-		}
-		row("steps", "run by /bin/sh -c %s", quote(command))
-	}
+	row("steps", "%s", d.flags.steps())
 	row("state", "%s (kept for the next start)", d.flags.State)
 	where := ""
 	if d.flags.State != DefaultState {
@@ -336,6 +358,25 @@ Ctrl-C stops everything. Kill a worker in mid-step (kill -9 PID) and watch its s
 ready
 `, d.program, where)
 	_, _ = io.WriteString(d.stdout, b.String()) // a reader that is gone hears nothing
+}
+
+// steps says for people what runs a step.
+func (f *Flags) steps() string {
+	if f.Handler == "http" {
+		u, err := rvhttp.ParseURL(f.HTTPURL)
+		if err != nil {
+			return err.Error()
+		}
+		return "posted to " + u.Redacted()
+	}
+	if f.Exec == "" {
+		return "run a demo that counts to ten (your own: --exec 'COMMAND', or --handler http --http-url URL)"
+	}
+	command, _, more := strings.Cut(f.Exec, "\n")
+	if more {
+		command += " …"
+	}
+	return "run by /bin/sh -c " + quote(command)
 }
 
 // quote is a word for the shell.

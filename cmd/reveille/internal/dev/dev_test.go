@@ -182,7 +182,7 @@ func TestFlagsRefused(t *testing.T) {
 	t.Parallel()
 	good := Flags{
 		Workers: 2, NATSPort: 4222, Namespace: "rv", Slots: 16, Lease: 6 * time.Second, Heartbeat: time.Second,
-		MaxClockSkew: time.Second, StopMargin: time.Second, DBTimeout: 2 * time.Second,
+		MaxClockSkew: time.Second, StopMargin: time.Second, DBTimeout: 2 * time.Second, Handler: "exec",
 	}
 	if err := good.validate(); err != nil {
 		t.Fatal(err)
@@ -190,12 +190,43 @@ func TestFlagsRefused(t *testing.T) {
 	for name, change := range map[string]func(*Flags){
 		"workers": func(f *Flags) { f.Workers = 65 }, "port": func(f *Flags) { f.NATSPort = -1 }, "slots": func(f *Flags) { f.Slots = 0 },
 		"grace": func(f *Flags) { f.Grace = -1 }, "namespace": func(f *Flags) { f.Namespace = "." }, "lease": func(f *Flags) { f.Lease = 5 * time.Second },
+		"no URL": func(f *Flags) { f.Handler = "http" }, "URL": func(f *Flags) { f.Handler, f.HTTPURL = "http", "ftp://host" },
+		"URL for the demo": func(f *Flags) { f.HTTPURL = "http://host" },
 	} {
 		f := good
 		change(&f)
 		var exit *flags.Exit
 		if err := f.validate(); !errors.As(err, &exit) || exit.Code != 2 {
 			t.Errorf("%s: %v, want a usage error", name, err)
+		}
+	}
+}
+
+// TestHandlerFlags: what runs the steps reaches the workers, a password only by their environment.
+func TestHandlerFlags(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		flags        Flags
+		args, banner string
+	}{
+		{Flags{Handler: "exec"}, "--handler=exec --exec=" + Demo, "run a demo that counts to ten"},
+		{Flags{Handler: "exec", Exec: "cat x\ntrue"}, "--handler=exec --exec=cat x\ntrue", "run by /bin/sh -c 'cat x …'"},
+		{Flags{Handler: "exec", Exec: "true", HTTPURL: "http://u:secret@host/step"}, "--handler=exec --exec=true", "run by /bin/sh -c true"},
+		{Flags{Handler: "http", HTTPURL: "http://u:secret@host/step"}, "--handler=http", "posted to http://u:xxxxx@host/step"},
+	} {
+		tc.flags.Workers = 1
+		if err := tc.flags.validateHandler(); err != nil {
+			t.Error(err)
+		}
+		d := &dev{flags: tc.flags, console: newConsole(io.Discard, "warn")}
+		for _, c := range d.children() {
+			args := strings.Join(c.args("127.0.0.1:1"), " ")
+			if is := strings.HasSuffix(args, tc.args); is != (c.name == "worker-1") || strings.Contains(args, "secret") {
+				t.Errorf("%s gets %s, want the worker, and nobody else, to get %s", c.name, args, tc.args)
+			}
+		}
+		if got := tc.flags.steps(); !strings.HasPrefix(got, tc.banner) || strings.Contains(got, "secret") {
+			t.Errorf("the banner says %q, want %q", got, tc.banner)
 		}
 	}
 }

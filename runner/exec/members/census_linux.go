@@ -1,4 +1,4 @@
-package exec
+package members
 
 import (
 	"sync"
@@ -10,7 +10,7 @@ import (
 // would cost the square of their number.
 type census struct {
 	done      chan struct{}
-	processes []process
+	processes []Process
 	doubt     bool // a process may have been missed
 	err       error
 
@@ -77,7 +77,7 @@ func (cs *censuses) run() {
 func (c *census) read() {
 	defer close(c.done)
 	var vanished bool
-	if c.processes, vanished, c.err = readProcesses(); c.err == nil {
+	if c.processes, vanished, c.err = readAll(); c.err == nil {
 		c.doubt = reapOrphans(c.processes, time.Now()) || vanished
 	}
 }
