@@ -29,6 +29,7 @@ type world struct {
 	conts  []*worldContinuation
 	ready  []*worldSession
 	relays []*worldSession
+	kept   []*worldSession // that keep something past retention
 	live   map[claims.HolderID]bool
 	calls  []string // "operation session", in order
 
@@ -61,8 +62,10 @@ type worldContinuation struct {
 }
 
 type worldSession struct {
-	id  claims.SessionID
-	due time.Time
+	id      claims.SessionID
+	due     time.Time
+	overdue time.Duration // what the store says of it
+	rows    int           // past retention
 }
 
 func newWorld() *world {
@@ -76,7 +79,7 @@ func newWorld() *world {
 // parts wires a scanner whose lease is always trusted.
 func (w *world) parts(holder claims.HolderID) Parts {
 	return Parts{
-		Claims: w, Conversions: w, Held: w, Continuations: w, Sessions: w, Relays: w, Database: w, Announcer: w, Relayer: w,
+		Claims: w, Conversions: w, Held: w, Continuations: w, Sessions: w, Relays: w, Retentions: w, Database: w, Announcer: w, Relayer: w,
 		Holder: func() (claims.HolderID, bool) { return holder, true },
 	}
 }
@@ -230,7 +233,7 @@ func (w *world) takeOver(c claims.Candidate, holder claims.HolderID, as claims.E
 		have.verdict = have.verdict.Raise(have.Revoked)
 		have.Execution, have.holder, have.scanner, have.Revoked, have.due = as, holder, true, claims.None, w.clock
 	}
-	return claims.Claim{Session: c.Session, Execution: as, Holder: holder, Epoch: have.epoch}, nil
+	return claims.Claim{Session: c.Session, Execution: as, Holder: holder, Epoch: have.epoch, Verdict: have.verdict}, nil
 }
 
 // ours answers the claim that a recovery owner names.
@@ -275,6 +278,9 @@ func (w *world) ConversionFailed(ctx context.Context, claim claims.Claim, _ stri
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	have, err := w.ours(claim)
+	if err == nil && have.verdict != claim.Verdict {
+		err = claims.ErrFenced
+	}
 	if err != nil {
 		return claims.Settlement{}, err
 	}
@@ -375,12 +381,12 @@ func (w *world) QuarantineContinuation(ctx context.Context, d claims.DueContinua
 	return claims.ErrFenced
 }
 
-func dueSessions(list []*worldSession, limit int) []claims.SessionID {
+func dueSessions(list []*worldSession, limit int) []claims.DueSession {
 	slices.SortStableFunc(list, func(a, b *worldSession) int { return a.due.Compare(b.due) })
-	var out []claims.SessionID
+	var out []claims.DueSession
 	for _, s := range list {
 		if len(out) < limit && !s.due.After(time.Now()) {
-			out = append(out, s.id)
+			out = append(out, claims.DueSession{Session: s.id, Overdue: s.overdue})
 		}
 	}
 	return out
@@ -398,7 +404,7 @@ func touchSessions(list []*worldSession, ids []claims.SessionID, again time.Dura
 	return won
 }
 
-func (w *world) DueSessions(ctx context.Context, limit int) ([]claims.SessionID, error) {
+func (w *world) DueSessions(ctx context.Context, limit int) ([]claims.DueSession, error) {
 	err := w.op(ctx, "due sessions", "")
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -412,7 +418,56 @@ func (w *world) TouchSessions(ctx context.Context, ids []claims.SessionID, again
 	return touchSessions(w.ready, ids, again), err
 }
 
-func (w *world) DueRelays(ctx context.Context, limit int) ([]claims.SessionID, error) {
+func (w *world) NextDue(ctx context.Context, within time.Duration) (in time.Duration, ok bool, err error) {
+	if err := w.op(ctx, "next due", ""); err != nil {
+		return 0, false, err
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, s := range w.ready {
+		if d := max(0, time.Until(s.due)); d <= within && (!ok || d < in) {
+			in, ok = d, true
+		}
+	}
+	return in, ok, nil
+}
+
+func (w *world) DueRetentions(ctx context.Context, _ time.Duration, limit int) (ids []claims.SessionID, err error) {
+	err = w.op(ctx, "due retentions", "")
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, d := range dueSessions(w.kept, limit) {
+		ids = append(ids, d.Session)
+	}
+	return ids, err
+}
+
+func (w *world) TouchRetentions(ctx context.Context, ids []claims.SessionID, _, again time.Duration) ([]claims.SessionID, error) {
+	err := w.op(ctx, "touch retentions", "")
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return touchSessions(w.kept, ids, again), err
+}
+
+func (w *world) DeleteExpired(ctx context.Context, session claims.SessionID, _ time.Duration, limit int) (deleted int, more bool, err error) {
+	if err := w.op(ctx, "delete", session); err != nil {
+		return 0, false, err
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for i, s := range w.kept {
+		if s.id == session {
+			deleted = min(s.rows, limit)
+			if s.rows -= deleted; s.rows == 0 {
+				w.kept = slices.Delete(w.kept, i, i+1)
+			}
+			return deleted, s.rows > 0, nil
+		}
+	}
+	return 0, false, nil
+}
+
+func (w *world) DueRelays(ctx context.Context, limit int) ([]claims.DueSession, error) {
 	err := w.op(ctx, "due relays", "")
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -24,7 +24,7 @@ type lane struct {
 	res       Result
 	lost      bool                          // the database does not answer
 	announced map[claims.SessionID]struct{} // in this pass, by all lanes
-	mute      int                           // announcements in a row that failed in this lane
+	waited    time.Duration                 // for announcements that failed
 }
 
 // outcome is what became of one row; the words are the label of scan_rows_total.
@@ -38,16 +38,16 @@ const (
 	skipped     outcome = "skipped"
 )
 
-// mostMute is after how many failed announcements in a row a lane makes no
-// more: each may have waited CallTimeout for a stream that is not there.
-const mostMute = 3
-
 // errMute: the lane makes no more announcements.
 var errMute = errors.New("announcements fail")
 
 func (l *lane) visit() Result {
 	start := time.Now()
-	box, cancel := context.WithTimeout(l.outer, l.opts.TimeBox)
+	length := l.opts.TimeBox
+	if l.name == LaneRetention {
+		length /= retentionShare
+	}
+	box, cancel := context.WithTimeout(l.outer, length)
 	defer cancel()
 	l.box = box
 	switch l.name {
@@ -59,6 +59,8 @@ func (l *lane) visit() Result {
 		l.ordinary()
 	case LaneRelay:
 		l.relay()
+	case LaneRetention:
+		l.retention()
 	}
 	l.metrics.passSeconds.WithLabelValues(string(l.name)).Observe(time.Since(start).Seconds())
 	return l.res
@@ -92,17 +94,20 @@ func (l *lane) isLost() bool {
 }
 
 // saw notes the rows that the lane has read and touched, by keys that tell one
-// row from another.
-func (l *lane) saw(keys []string) {
+// row from another, and how long each is overdue.
+func (l *lane) saw(keys []string, overdue func(i int) time.Duration) {
 	l.res.Seen += len(keys)
-	oldest := l.ages[l.name].see(time.Now(), keys)
-	l.metrics.oldest.WithLabelValues(string(l.name)).Set(oldest.Seconds())
+	oldest := l.ages[l.name].see(time.Now(), keys, overdue)
+	if l.name != LaneRetention { // what is kept too long hurts nobody
+		l.metrics.oldest.WithLabelValues(string(l.name)).Set(oldest.Seconds())
+	}
 }
 
 // each works on the rows one at a time. The time box and a shutdown end it
 // before a row, never in one.
-func (l *lane) each(keys []string, work func(ctx context.Context, i int) (outcome, error)) {
-	for i, key := range keys {
+func (l *lane) each(keys []string, failures func(i int) int, work func(ctx context.Context, i int) (outcome, error)) {
+	for _, i := range workOrder(len(keys), failures, l.number) {
+		key := keys[i]
 		if l.box.Err() != nil || l.lost {
 			l.count(key, skipped, nil)
 			continue
@@ -115,6 +120,11 @@ func (l *lane) each(keys []string, work func(ctx context.Context, i int) (outcom
 			l.isLost()
 		}
 	}
+}
+
+// failures answers how often in a row the rows have failed here.
+func (l *lane) failures(keys []string) func(i int) int {
+	return func(i int) int { return l.ages[l.name].failures(keys[i]) }
 }
 
 // count counts a row. An error of a row is logged once in as long as the row is seen.
@@ -134,12 +144,14 @@ func (l *lane) count(key string, what outcome, err error) {
 	l.metrics.rows.WithLabelValues(string(l.name), string(what)).Inc()
 	ages := l.ages[l.name]
 	switch {
-	case what == failed && !errors.Is(err, errStream):
-		if ages.warn(key) {
+	case what == failed:
+		if first := ages.failed(key); first && !errors.Is(err, errStream) {
 			l.log.Warn("a row could not be worked on; it comes again", "lane", l.name, "row", key, "error", err)
 		}
-	case what == quarantined, what == done && (l.name == LaneClaims || l.name == LaneRelay):
+	case what == quarantined, what == done && l.name != LaneRecovery && l.name != LaneOrdinary:
 		ages.gone(key) // what was only announced is still there
+	case what == done:
+		ages.worked(key)
 	}
 }
 
@@ -156,18 +168,18 @@ func (l *lane) announce(ctx context.Context, session claims.SessionID) error {
 	if _, ok := l.announced[session]; ok {
 		return nil
 	}
-	if l.mute >= mostMute {
+	if l.waited >= l.opts.CallTimeout { // for a stream that is not there: what needs none goes on
 		return errMute
 	}
 	ctx, cancel := context.WithTimeout(ctx, l.opts.CallTimeout)
 	defer cancel()
+	start := time.Now()
 	err := l.parts.Announcer.Announce(ctx, session)
 	l.stream.is(l.log, err)
 	if err != nil {
-		l.mute++
+		l.waited += time.Since(start)
 		return fmt.Errorf("%w: %w", errStream, err)
 	}
-	l.mute = 0
 	l.announced[session] = struct{}{}
 	return nil
 }
@@ -199,8 +211,8 @@ func (l *lane) recovery() {
 	for i, d := range due {
 		keys[i] = string(d.Session) + " " + strconv.FormatInt(d.Number, 10)
 	}
-	l.saw(keys)
-	l.each(keys, func(ctx context.Context, i int) (outcome, error) {
+	l.saw(keys, func(i int) time.Duration { return due[i].Overdue })
+	l.each(keys, l.failures(keys), func(ctx context.Context, i int) (outcome, error) {
 		d := due[i]
 		announce, bad := judge(d)
 		switch {
@@ -224,46 +236,58 @@ func (l *lane) quarantineContinuation(ctx context.Context, d claims.DueContinuat
 		return failed, err
 	}
 	l.metrics.quarantined(bad.Reason)
-	l.log.Warn("session quarantined", "session", d.Session, "continuation", d.Number, "reason", bad.Reason, "detail", bad.Detail)
+	l.log.Warn("session quarantined", "session", d.Session, "continuation", d.Number, "reason", bad.Reason, "detail", detail(bad.Detail))
 	l.parts.Relayer.Poke(d.Session)
 	return quarantined, nil
 }
 
-func (l *lane) ordinary() {
-	due, err := l.parts.Sessions.DueSessions(l.box, l.opts.Batch)
+// touchSessions touches what a lane of sessions has read, and notes what of it
+// is this scanner's to work on. It reports whether the lane goes on.
+func (l *lane) touchSessions(found []claims.DueSession, err error,
+	touch func(context.Context, []claims.SessionID, time.Duration) ([]claims.SessionID, error),
+) (due []claims.SessionID, keys []string, ok bool) {
 	if !l.read("read", err) {
-		return
+		return nil, nil, false
 	}
-	l.res.Full = len(due) >= l.opts.Batch
+	l.res.Full = len(found) >= l.opts.Batch
+	overdue := make(map[claims.SessionID]time.Duration, len(found))
+	for _, d := range found {
+		due = append(due, d.Session)
+		overdue[d.Session] = d.Overdue
+	}
 	if len(due) > 0 {
-		if due, err = l.parts.Sessions.TouchSessions(l.box, due, l.opts.Reannounce); !l.read("touched", err) {
-			return
+		if due, err = touch(l.box, due, l.opts.Reannounce); !l.read("touched", err) {
+			return nil, nil, false
 		}
 	}
-	keys := sessionKeys(due)
-	l.saw(keys)
-	l.each(keys, func(ctx context.Context, i int) (outcome, error) { return l.announceRow(ctx, due[i]) })
+	for _, session := range due {
+		keys = append(keys, string(session))
+	}
+	l.saw(keys, func(i int) time.Duration { return overdue[due[i]] })
+	return due, keys, true
+}
+
+func (l *lane) ordinary() {
+	found, err := l.parts.Sessions.DueSessions(l.box, l.opts.Batch)
+	due, keys, ok := l.touchSessions(found, err, l.parts.Sessions.TouchSessions)
+	if !ok {
+		return
+	}
+	l.each(keys, l.failures(keys), func(ctx context.Context, i int) (outcome, error) { return l.announceRow(ctx, due[i]) })
 }
 
 // relay relays several at once: one that waits for the stream holds up only itself.
 func (l *lane) relay() {
-	due, err := l.parts.Relays.DueRelays(l.box, l.opts.Batch)
-	if !l.read("read", err) {
+	found, err := l.parts.Relays.DueRelays(l.box, l.opts.Batch)
+	due, keys, ok := l.touchSessions(found, err, l.parts.Relays.TouchRelays)
+	if !ok {
 		return
 	}
-	l.res.Full = len(due) >= l.opts.Batch
-	if len(due) > 0 {
-		if due, err = l.parts.Relays.TouchRelays(l.box, due, l.opts.Reannounce); !l.read("touched", err) {
-			return
-		}
-	}
-	keys := sessionKeys(due)
-	l.saw(keys)
 	what := make([]outcome, len(due))
 	errs := make([]error, len(due))
 	var g errgroup.Group
 	g.SetLimit(l.opts.Relays)
-	for i, session := range due {
+	for _, i := range workOrder(len(keys), l.failures(keys), l.number) {
 		g.Go(func() error {
 			if l.box.Err() != nil {
 				what[i] = skipped
@@ -271,7 +295,7 @@ func (l *lane) relay() {
 			}
 			ctx, cancel := context.WithTimeout(l.box, l.opts.CallTimeout)
 			defer cancel()
-			if errs[i] = l.parts.Relayer.RelayNow(ctx, session); errs[i] != nil {
+			if errs[i] = l.parts.Relayer.RelayNow(ctx, due[i]); errs[i] != nil {
 				what[i] = failed
 			} else {
 				what[i] = done
@@ -303,10 +327,39 @@ func (l *lane) relayed(what []outcome, errs []error) {
 	}
 }
 
-func sessionKeys(ids []claims.SessionID) []string {
-	out := make([]string, len(ids))
+// retention deletes what is past its retention, of each session at most
+// retentionBatches batches of rows, one to a transaction. After a visit that
+// found nothing the lane is left alone for a while.
+func (l *lane) retention() {
+	l.pruned = time.Now() // also where it could not be read: that can wait
+	store, keep := l.parts.Retentions, l.opts.Retention
+	ids, err := store.DueRetentions(l.box, keep, l.opts.Batch)
+	found := make([]claims.DueSession, len(ids))
 	for i, id := range ids {
-		out[i] = string(id)
+		found[i].Session = id
 	}
-	return out
+	due, keys, ok := l.touchSessions(found, err, func(ctx context.Context, ids []claims.SessionID, again time.Duration) ([]claims.SessionID, error) {
+		return store.TouchRetentions(ctx, ids, keep, again)
+	})
+	if !ok || len(found) == 0 {
+		return
+	}
+	l.pruned = time.Time{}
+	rows := 0
+	l.each(keys, l.failures(keys), func(ctx context.Context, i int) (outcome, error) {
+		for range retentionBatches {
+			deleted, more, err := store.DeleteExpired(ctx, due[i], keep, l.opts.Batch)
+			rows += deleted
+			switch {
+			case moved(err):
+				return left, nil
+			case err != nil:
+				return failed, err
+			case !more || l.box.Err() != nil:
+				return done, nil
+			}
+		}
+		return done, nil
+	})
+	l.log.Debug("past retention", "sessions", len(due), "rows_deleted", rows)
 }

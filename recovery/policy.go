@@ -1,7 +1,9 @@
 package recovery
 
 import (
+	"cmp"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -13,14 +15,17 @@ type Lane string
 
 // The lanes of design.md section 6.
 const (
-	LaneClaims   Lane = "claims"   // claims of dead holders, or revoked
-	LaneRecovery Lane = "recovery" // continuations that are due and nobody started
-	LaneOrdinary Lane = "ordinary" // other ready sessions that nobody started
-	LaneRelay    Lane = "relay"    // sessions whose unpublished events are overdue
+	LaneClaims    Lane = "claims"    // claims of dead holders, or revoked
+	LaneRecovery  Lane = "recovery"  // continuations that are due and nobody started
+	LaneOrdinary  Lane = "ordinary"  // other ready sessions that nobody started
+	LaneRelay     Lane = "relay"     // sessions whose unpublished events are overdue
+	LaneRetention Lane = "retention" // sessions that keep something past its retention
 )
 
 // allLanes in the order of the first pass.
-func allLanes() []Lane { return []Lane{LaneClaims, LaneRecovery, LaneOrdinary, LaneRelay} }
+func allLanes() []Lane {
+	return []Lane{LaneClaims, LaneRecovery, LaneOrdinary, LaneRelay, LaneRetention}
+}
 
 // rotation is the order of the lanes in a pass, counted from 0: each pass
 // starts with the lane after the one that the pass before it started with, so
@@ -34,6 +39,27 @@ func rotation(lanes []Lane, pass uint64) []Lane {
 	out := make([]Lane, 0, n)
 	out = append(out, lanes[first:]...)
 	return append(out, lanes[:first]...)
+}
+
+// failedFirst is each how many passes the rows that failed before come first.
+const failedFirst = 4
+
+// workOrder is the order in which a lane takes n rows. They were touched
+// together and come back together, in the same order: where one that hangs came
+// first each time, the time box would end before the others each time. So those
+// that failed least come first, and in each failedFirst-th pass last, since who
+// failed once must not wait for ever for who is new.
+func workOrder(n int, failures func(i int) int, pass uint64) []int {
+	out := make([]int, n)
+	for i := range out {
+		out[i] = i
+	}
+	sign := 1
+	if pass%failedFirst == failedFirst-1 {
+		sign = -1
+	}
+	slices.SortStableFunc(out, func(a, b int) int { return sign * cmp.Compare(failures(a), failures(b)) })
+	return out
 }
 
 // action is what to do with a claim that was found expired.
@@ -129,13 +155,17 @@ func (r refusals) after(code string) (refusals, next) {
 	}
 }
 
-// maxDetailBytes bounds what a quarantine says about an error of the database.
+// maxDetailBytes bounds what is told of a row or of an error of the database.
 const maxDetailBytes = 1024
 
 // refusalDetail tells an operator how the database refused a conversion.
 func refusalDetail(r refusals, code string, err error) string {
 	s := fmt.Sprintf("the database refused its conversion %d times, last with SQLSTATE %s: %v", r.run, code, err)
-	s = strings.ReplaceAll(strings.ToValidUTF8(s, "\uFFFD"), "\x00", "") // no TEXT holds a NUL
+	return detail(strings.ReplaceAll(strings.ToValidUTF8(s, "\uFFFD"), "\x00", "")) // no TEXT holds a NUL
+}
+
+// detail bounds a text: a row that is poison may say anything, of any length.
+func detail(s string) string {
 	if len(s) > maxDetailBytes {
 		s = strings.ToValidUTF8(s[:maxDetailBytes], "")
 	}
@@ -179,4 +209,43 @@ func pauseAfter(every time.Duration, full bool, inARow, failures int, jitter flo
 		d = min(d*2, max(longestPause, every))
 	}
 	return d - d/4 + time.Duration(jitter*float64(d/2))
+}
+
+const (
+	// leastRest is the shortest pause that something due makes: it bounds the
+	// passes of a second, whatever the database answers.
+	leastRest = 20 * time.Millisecond
+	// restParts: a pause is waited out in this many parts, between which the
+	// scanner asks again what is due next. What comes in during a pause, to be due
+	// before its end, is late by at most one of them.
+	restParts = 4
+)
+
+// restFor is how long to wait now, of a pause of which some is gone, and whether
+// a pass follows then. due is in how long something that waits for its time is
+// due, where there is any: the pause ends then, and not up to a pause later.
+func restFor(pause, gone, due time.Duration, ok bool) (wait time.Duration, pass bool) {
+	left := max(0, pause-gone)
+	part := min(left, max(pause/restParts, leastRest))
+	if at := max(due, leastRest-gone, 0); ok && at <= part {
+		return at, true
+	}
+	return part, part == left
+}
+
+// Bounds of the retention lane, which nobody waits for.
+const (
+	// retentionShare of a time box is the retention lane's.
+	retentionShare = 5
+	// retentionBatches is how many batches of rows one session's place in the lane deletes.
+	retentionBatches = 10
+	// retentionPart of the retention is how late the lane may look, but at most
+	// longestQuiet.
+	retentionPart = 100
+	longestQuiet  = time.Minute
+)
+
+// quiet is how long the retention lane is not visited after it found nothing.
+func quiet(retention time.Duration) time.Duration {
+	return min(retention/retentionPart, longestQuiet)
 }

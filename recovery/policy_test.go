@@ -51,14 +51,14 @@ func TestRotation(t *testing.T) {
 			}
 		}
 		if seen != 1 {
-			t.Errorf("claims are at place %d in %d of 4 passes", start, seen)
+			t.Errorf("claims are at place %d in %d of %d passes", start, seen, len(all))
 		}
 	}
 	if got := rotation(nil, 3); got != nil {
 		t.Errorf("no lanes: %v", got)
 	}
-	if !slices.Equal(rotation(all, ^uint64(0)), rotation(all, 3)) {
-		t.Error("the last pass of all is not like the fourth")
+	if last := ^uint64(0); rotation(all, last)[0] != all[last%uint64(len(all))] {
+		t.Error("the last pass of all does not follow")
 	}
 }
 
@@ -124,6 +124,9 @@ func TestRefusalDetail(t *testing.T) {
 	if len(d) > maxDetailBytes || strings.Contains(d, "\x00") || !utf8.ValidString(d) || !strings.Contains(d, "3 times, last with SQLSTATE 23514") {
 		t.Errorf("%d bytes: %q", len(d), d)
 	}
+	if d := detail(strings.Repeat("ü", 2000)); len(d) > maxDetailBytes || !utf8.ValidString(d) || detail("short") != "short" {
+		t.Errorf("%d bytes: %q", len(d), d)
+	}
 }
 
 func TestSkip(t *testing.T) {
@@ -175,32 +178,131 @@ func FuzzI27Judge(f *testing.F) {
 	})
 }
 
-func TestAges(t *testing.T) {
-	now := time.Now()
-	a := newAges(15 * time.Second)
+func TestRestEndsWhenSomethingIsDue(t *testing.T) {
+	const pause = time.Second
 	for _, tc := range []struct {
-		after time.Duration
-		keys  []string
-		want  time.Duration
+		gone, due time.Duration
+		ok        bool
+		wait      time.Duration
+		pass      bool
 	}{
-		{0, []string{"a"}, 0},
-		{5 * time.Second, []string{"a", "b"}, 5 * time.Second},
-		{6 * time.Second, nil, 0},
-		{10 * time.Second, []string{"b"}, 5 * time.Second},
-		{21 * time.Second, []string{"a", "b"}, 16 * time.Second}, // a was not seen for 16 s: it is a new one
+		{0, 0, false, 250 * time.Millisecond, false},
+		{250 * time.Millisecond, 0, false, 250 * time.Millisecond, false},
+		{900 * time.Millisecond, 0, false, 100 * time.Millisecond, true},
+		{time.Second, 0, false, 0, true},
+		{2 * time.Second, 0, true, 0, true},
+		{0, 250 * time.Millisecond, true, 250 * time.Millisecond, true},
+		{0, 251 * time.Millisecond, true, 250 * time.Millisecond, false}, // asked again by then
+		{0, 100 * time.Millisecond, true, 100 * time.Millisecond, true},
+		{0, 0, true, leastRest, true},
+		{0, -time.Hour, true, leastRest, true},
+		{15 * time.Millisecond, 0, true, 5 * time.Millisecond, true},
+		{500 * time.Millisecond, 0, true, 0, true},
+		{0, time.Hour, true, 250 * time.Millisecond, false}, // never longer than it would have been
+		{990 * time.Millisecond, time.Hour, true, 10 * time.Millisecond, true},
 	} {
-		if got := a.see(now.Add(tc.after), tc.keys); got != tc.want {
+		if wait, pass := restFor(pause, tc.gone, tc.due, tc.ok); wait != tc.wait || pass != tc.pass {
+			t.Errorf("%+v: %v, %v", tc, wait, pass)
+		}
+	}
+	if wait, pass := restFor(0, 0, 0, false); wait != 0 || !pass {
+		t.Errorf("no pause: %v, %v", wait, pass)
+	}
+}
+
+// However often and whatever the database answers, a rest is at least the
+// shortest one and at most the pause.
+func FuzzRest(f *testing.F) {
+	f.Add(int64(time.Second), int64(0), uint8(1))
+	f.Add(int64(time.Millisecond), int64(time.Hour), uint8(3))
+	f.Add(int64(time.Second), int64(-95), uint8(92))
+	f.Fuzz(func(t *testing.T, pause, due int64, answers uint8) {
+		whole := time.Duration(pause) % (20 * time.Second)
+		whole = max(whole, -whole)
+		gone := time.Duration(0)
+		for i := range 1000 {
+			wait, pass := restFor(whole, gone, time.Duration(due), answers>>(i%8)&1 == 1)
+			if gone += wait; wait < 0 || !pass && wait == 0 {
+				t.Fatalf("waits %v, pass %v", wait, pass)
+			}
+			if pass {
+				if gone < min(whole, leastRest) || gone > whole {
+					t.Fatalf("a pause of %v took %v", whole, gone)
+				}
+				return
+			}
+		}
+		t.Fatalf("a pause of %v does not end", whole)
+	})
+}
+
+func TestWorkOrder(t *testing.T) {
+	tries := []int{0, 2, 0, 1, 0}
+	failures := func(i int) int { return tries[i] }
+	for pass := range uint64(2 * failedFirst) {
+		want := []int{0, 2, 4, 3, 1}
+		if pass%failedFirst == failedFirst-1 {
+			want = []int{1, 3, 0, 2, 4}
+		}
+		if got := workOrder(len(tries), failures, pass); !slices.Equal(got, want) {
+			t.Errorf("pass %d takes %v, want %v", pass, got, want)
+		}
+	}
+	if got := workOrder(0, failures, 0); len(got) != 0 {
+		t.Errorf("no rows: %v", got)
+	}
+}
+
+func TestQuiet(t *testing.T) {
+	for retention, want := range map[time.Duration]time.Duration{0: 0, time.Second: 10 * time.Millisecond, defaultRetention: time.Minute} {
+		if got := quiet(retention); got != want {
+			t.Errorf("of %v: %v, want %v", retention, got, want)
+		}
+	}
+}
+
+func TestAges(t *testing.T) {
+	const s = time.Second
+	now := time.Now()
+	a := newAges(15 * s)
+	for _, tc := range []struct {
+		after   time.Duration
+		keys    []string
+		overdue []time.Duration
+		want    time.Duration
+	}{
+		{0, []string{"a"}, []time.Duration{0}, 0},
+		{5 * s, []string{"a", "b"}, []time.Duration{0, 0}, 5 * s}, // since it was first seen
+		{6 * s, nil, nil, 5 * s},                                  // touched, away and as old as it was
+		{10 * s, []string{"b"}, []time.Duration{60 * s}, 60 * s},  // the store knows
+		{11 * s, []string{"b"}, []time.Duration{0}, 61 * s},
+		{12 * s, []string{"b"}, []time.Duration{2 * s}, 5 * s},      // it was due anew
+		{21 * s, []string{"a", "b"}, []time.Duration{0, 0}, 11 * s}, // a was not seen for 16 s: it is a new one
+		{22 * s, []string{"c"}, []time.Duration{0}, 11 * s},
+		{37 * s, nil, nil, 0}, // all were last seen too long ago
+	} {
+		if got := a.see(now.Add(tc.after), tc.keys, func(i int) time.Duration { return tc.overdue[i] }); got != tc.want {
 			t.Errorf("after %v: %v, want %v", tc.after, got, tc.want)
 		}
 	}
-	if !a.warn("a") || a.warn("a") || !a.warn("unknown") {
+	unknown := func(int) time.Duration { return 0 }
+	a.see(now.Add(time.Minute), []string{"a"}, func(int) time.Duration { return time.Hour })
+	if !a.failed("a") || a.failed("a") || !a.failed("unknown") || a.failures("a") != 2 || a.failures("unknown") != 0 {
 		t.Error("a row is not warned of once")
+	}
+	if a.worked("a"); a.failures("a") != 0 || !a.failed("a") {
+		t.Error("a row that was worked on has failed")
+	}
+	if a.gone("a"); a.see(now.Add(time.Minute+s), nil, unknown) != 0 {
+		t.Error("a row that is gone has an age")
 	}
 	many := make([]string, mostAges+10)
 	for i := range many {
 		many[i] = fmt.Sprint(i)
 	}
-	a.see(now.Add(time.Hour), many)
+	if got := a.see(now.Add(time.Hour), many, func(i int) time.Duration { return time.Duration(i) }); got != mostAges+9 {
+		t.Errorf("the oldest, which is not remembered, counts as %v", got)
+	}
 	if len(a.rows) != mostAges {
 		t.Errorf("%d rows are remembered", len(a.rows))
 	}

@@ -6,10 +6,13 @@
 // within its time box, starting with another lane each time. A lane reads its
 // rows, touches them (they go to the back, in a transaction of their own) and
 // only then looks at each: a row that can't be worked on costs its place in
-// one pass and blocks nobody (I29). What to do with a row is decided by pure
-// functions (policy.go); whether it may still be done is decided by the store,
-// under the row's fence. A row that moved is left to who moved it, and is not
-// counted as done (I28).
+// one pass and blocks nobody (I29), and those that failed before come behind
+// those that did not. Between two passes is a pause, which ends early when
+// something is due that waited for its time.
+//
+// What to do with a row is decided by pure functions (policy.go); whether it may
+// still be done is decided by the store, under the row's fence. A row that moved
+// is left to who moved it, and is not counted as done (I28).
 //
 // Any number of scanners run at once (I31); nothing here relies on being the
 // only one. What a scanner takes over it holds under a worker lease of its own,
@@ -38,7 +41,8 @@ type Options struct {
 	// Batch is the most rows a pass takes in each lane (--batch, 100).
 	Batch int
 	// Every is the time between two passes, ±25 % (--every, 1 s). A pass that
-	// filled a batch and did something is followed by the next at once.
+	// filled a batch and did something is followed by the next at once, and a
+	// pause ends when something becomes due.
 	Every time.Duration
 	// TimeBox is how long a lane goes on to take rows (5 s). The row in hand is
 	// given as long again; what it then has not answered is found out later.
@@ -49,6 +53,9 @@ type Options struct {
 	// UncertainInterrupted closes an expired cancelling claim as interrupted
 	// instead of quarantining it (--uncertain-cancel=interrupt; I26).
 	UncertainInterrupted bool
+	// Retention is how long relayed events, closed steps and served inputs are
+	// kept (--retention, 168 h).
+	Retention time.Duration
 	// Reannounce is how long a touched continuation, session or relay stays
 	// away from its lane before it is looked at again (5 s).
 	Reannounce time.Duration
@@ -66,6 +73,7 @@ const (
 	defaultEvery       = time.Second
 	defaultTimeBox     = 5 * time.Second
 	defaultReannounce  = 5 * time.Second
+	defaultRetention   = 7 * 24 * time.Hour
 	defaultCallTimeout = 2 * time.Second
 	defaultRelays      = 8
 	defaultRecoveries  = 3
@@ -90,6 +98,7 @@ func (o Options) withDefaults() Options {
 	duration(&o.Every, defaultEvery)
 	duration(&o.TimeBox, defaultTimeBox)
 	duration(&o.Reannounce, defaultReannounce)
+	duration(&o.Retention, defaultRetention)
 	duration(&o.CallTimeout, defaultCallTimeout)
 	if o.Logger == nil {
 		o.Logger = slog.Default()
@@ -108,6 +117,7 @@ type Parts struct {
 	Continuations ContinuationStore
 	Sessions      SessionStore
 	Relays        RelayStore
+	Retentions    RetentionStore
 	Database      Pinger
 	Announcer     Announcer
 	Relayer       Relayer
@@ -131,6 +141,7 @@ func (p Parts) check() error {
 		{"Continuations", p.Continuations == nil},
 		{"Sessions", p.Sessions == nil},
 		{"Relays", p.Relays == nil},
+		{"Retentions", p.Retentions == nil},
 		{"Database", p.Database == nil},
 		{"Announcer", p.Announcer == nil},
 		{"Relayer", p.Relayer == nil},
@@ -155,6 +166,7 @@ type Scanner struct {
 	passes   uint64
 	taken    []*taking // taken over and not ended yet, in the order to try them
 	swept    time.Time // when the claims of the lease were last compared with taken
+	pruned   time.Time // when the retention lane last found nothing
 	ages     map[Lane]*ages
 	database outage
 	stream   outage
@@ -169,7 +181,7 @@ func New(parts Parts, opts Options) (*Scanner, error) {
 	}
 	opts = opts.withDefaults()
 	if opts.Batch < 0 || opts.Relays < 0 || opts.Limits.Recoveries < 0 || opts.Limits.Takeovers < 0 ||
-		opts.Every < 0 || opts.TimeBox < 0 || opts.Reannounce < 0 || opts.CallTimeout < 0 {
+		opts.Every < 0 || opts.TimeBox < 0 || opts.Reannounce < 0 || opts.CallTimeout < 0 || opts.Retention < 0 {
 		return nil, errors.New("recovery: a negative option: give numbers above 0, or 0 for the default")
 	}
 	s := &Scanner{
@@ -201,20 +213,50 @@ func (s *Scanner) Run(ctx context.Context) error {
 		if inARow++; pause > 0 {
 			inARow = 0
 		}
-		timer := time.NewTimer(pause)
-		select {
-		case <-ctx.Done():
-			timer.Stop()
+		if s.rest(ctx, pause, p.dueRead()); ctx.Err() != nil {
 			return nil
-		case <-timer.C:
 		}
 	}
+}
+
+// rest waits out the pause between two passes, and, where it is to ask, ends it
+// early when something becomes due.
+func (s *Scanner) rest(ctx context.Context, pause time.Duration, ask bool) {
+	start := time.Now()
+	for pass := false; !pass && ctx.Err() == nil; {
+		gone := time.Since(start)
+		var due time.Duration
+		ok := false
+		if ask && gone < pause {
+			due, ok = s.nextDue(ctx, pause-gone)
+		}
+		var wait time.Duration
+		wait, pass = restFor(pause, gone, due, ok)
+		timer := time.NewTimer(wait)
+		select {
+		case <-ctx.Done():
+		case <-timer.C:
+		}
+		timer.Stop()
+	}
+}
+
+// nextDue asks when something is due next. Where that is not answered, the pass
+// after the pause finds out why.
+func (s *Scanner) nextDue(ctx context.Context, within time.Duration) (time.Duration, bool) {
+	ctx, cancel := context.WithTimeout(ctx, min(s.opts.CallTimeout, within))
+	defer cancel()
+	due, ok, err := s.parts.Sessions.NextDue(ctx, within)
+	if err != nil && ctx.Err() == nil {
+		s.log.Debug("what is due next is not known", "error", err)
+	}
+	return due, ok && err == nil
 }
 
 // Result is what a pass did in one lane.
 type Result struct {
 	Seen        int // rows read; at most the batch
-	Done        int // claims ended, sessions announced or relayed
+	Done        int // claims ended, sessions announced, relayed or rid of what is old
 	Quarantined int // sessions taken out of circulation (not among Done)
 	Left        int // rows that somebody else has by now, or that need nothing
 	Failed      int // rows that could not be worked on; they come again
@@ -232,18 +274,31 @@ type PassResult struct {
 }
 
 // More reports whether a batch was full and something of it was done, so that
-// the next pass need not wait.
+// the next pass need not wait. What is only to be deleted can.
 func (p PassResult) More() bool {
-	for _, r := range p.Lanes {
-		if r.Full && r.Done+r.Quarantined > 0 {
+	for name, r := range p.Lanes {
+		if r.Full && r.Done+r.Quarantined > 0 && name != LaneRetention {
 			return true
 		}
 	}
 	return false
 }
 
-// Pass visits each lane once. It ends early, after the row in hand, when ctx
-// ends or the database is lost.
+// dueRead reports whether the lanes of what waits for its time were read and
+// touched: where they can't be, what is due does not go away, and would make one
+// pass after the other.
+func (p PassResult) dueRead() bool {
+	for _, name := range []Lane{LaneOrdinary, LaneRecovery} {
+		if r, visited := p.Lanes[name]; !visited || r.Err != nil {
+			return false
+		}
+	}
+	return !p.DatabaseLost
+}
+
+// Pass visits each lane once, that of retention only where it may find
+// something. It ends early, after the row in hand, when ctx ends or the database
+// is lost.
 func (s *Scanner) Pass(ctx context.Context) PassResult {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -255,11 +310,19 @@ func (s *Scanner) Pass(ctx context.Context) PassResult {
 		if ctx.Err() != nil || out.DatabaseLost {
 			break
 		}
+		if name == LaneRetention && !s.prunes() {
+			continue
+		}
 		l := &lane{Scanner: s, name: name, number: number, outer: ctx, announced: announced}
 		out.Lanes[name] = l.visit()
 		out.DatabaseLost = l.lost
 	}
 	return out
+}
+
+// prunes reports whether the retention lane is to be visited.
+func (s *Scanner) prunes() bool {
+	return s.pruned.IsZero() || time.Since(s.pruned) >= quiet(s.opts.Retention)
 }
 
 // outage logs the loss of something once, and its return once.

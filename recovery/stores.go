@@ -29,13 +29,15 @@ type (
 	// Converter takes expired running claims over and ends them.
 	Converter interface {
 		// TakeOver makes an expired running claim the holder's, under a new
-		// execution id (I6). Repeated with the same id it answers the same.
+		// execution id (I6). Repeated with the same id it answers the same, with
+		// the verdict of now.
 		TakeOver(ctx context.Context, c claims.Candidate, holder claims.HolderID, as claims.ExecutionID) (claims.Claim, error)
 		// Convert validates and ends a claim that was taken over, in one
 		// transaction under the recovery fence; poison it quarantines (I27).
 		Convert(ctx context.Context, claim claims.Claim, limits claims.Limits, token *claims.Token) (claims.Settlement, error)
 		// ConversionFailed quarantines a claim that the database refuses to
-		// convert, under the recovery fence (I28).
+		// convert, under the recovery fence (I28), where its verdict is still that
+		// of claim.
 		ConversionFailed(ctx context.Context, claim claims.Claim, detail string, token *claims.Token) (claims.Settlement, error)
 		// RefusedCode answers the SQLSTATE with which the database refused the
 		// values of a transaction (class 22 or 23), false for every other error.
@@ -61,14 +63,33 @@ type (
 
 	// SessionStore is the ordinary lane's.
 	SessionStore interface {
-		DueSessions(ctx context.Context, limit int) ([]claims.SessionID, error)
+		DueSessions(ctx context.Context, limit int) ([]claims.DueSession, error)
 		TouchSessions(ctx context.Context, ids []claims.SessionID, again time.Duration) ([]claims.SessionID, error)
+		// NextDue answers in how long, by the database's clock, the next row of this
+		// lane or of the recovery lane is due that waits for its time, 0 where one is
+		// due and not touched, and false where none is within a while. It may miss
+		// one: it only shortens a pause.
+		NextDue(ctx context.Context, within time.Duration) (in time.Duration, ok bool, err error)
 	}
 
 	// RelayStore is the relay lane's.
 	RelayStore interface {
-		DueRelays(ctx context.Context, limit int) ([]claims.SessionID, error)
+		DueRelays(ctx context.Context, limit int) ([]claims.DueSession, error)
 		TouchRelays(ctx context.Context, ids []claims.SessionID, again time.Duration) ([]claims.SessionID, error)
+	}
+
+	// RetentionStore is the retention lane's.
+	RetentionStore interface {
+		// DueRetentions reads at most limit sessions that may keep something older
+		// than olderThan, those first that were looked at longest ago.
+		DueRetentions(ctx context.Context, olderThan time.Duration, limit int) ([]claims.SessionID, error)
+		// TouchRetentions sends them to the back of their lane, for at least again.
+		TouchRetentions(ctx context.Context, ids []claims.SessionID, olderThan, again time.Duration) ([]claims.SessionID, error)
+		// DeleteExpired deletes at most limit rows of a session that are older than
+		// olderThan, oldest first: relayed events and with them closed steps, served
+		// inputs. It never deletes a session row, a pending input, or what an open
+		// step, a continuation or a quarantine needs. more: there may be more of it.
+		DeleteExpired(ctx context.Context, session claims.SessionID, olderThan time.Duration, limit int) (deleted int, more bool, err error)
 	}
 
 	// Pinger tells a database that is lost from a row that can't be worked on.

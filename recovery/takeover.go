@@ -23,8 +23,17 @@ type taking struct {
 	claim     claims.Claim
 	taken     bool // the takeover has answered: claim is ours
 	token     *claims.Token
+	found     time.Time
 	tries     int
 	notBefore uint64 // the pass that tries it again
+}
+
+// overdue is since when its worker's lease has been expired; 0: unknown.
+func (t *taking) overdue() time.Duration {
+	if t.candidate.Overdue == 0 {
+		return 0
+	}
+	return t.candidate.Overdue + time.Since(t.found)
 }
 
 const (
@@ -74,8 +83,19 @@ func (l *lane) claims() {
 	for _, c := range fresh {
 		keys = append(keys, claimKey(c))
 	}
-	l.saw(keys)
-	l.each(keys, func(ctx context.Context, i int) (outcome, error) {
+	l.saw(keys, func(i int) time.Duration {
+		if i < len(resumed) {
+			return resumed[i].overdue()
+		}
+		return fresh[i-len(resumed)].Overdue
+	})
+	failures := l.failures(keys)
+	l.each(keys, func(i int) int {
+		if i < len(resumed) {
+			return resumed[i].tries
+		}
+		return failures(i)
+	}, func(ctx context.Context, i int) (outcome, error) {
 		if i < len(resumed) {
 			return l.take(ctx, resumed[i])
 		}
@@ -133,7 +153,7 @@ func (l *lane) claim(ctx context.Context, c claims.Candidate, holder claims.Hold
 			return left, nil // its takeover has not answered yet; it is tried again in its turn
 		}
 		t := &taking{
-			candidate: c, holder: holder,
+			candidate: c, holder: holder, found: time.Now(),
 			as:    claims.ExecutionID(uuid.NewString()),
 			token: &claims.Token{ID: uuid.NewString()},
 		}
@@ -207,7 +227,11 @@ func (l *lane) convert(ctx context.Context, t *taking) (outcome, error) {
 		var n next
 		switch r, n = r.after(code); n {
 		case quarantine:
-			return l.conversionFailed(ctx, t, refusalDetail(r, code, err))
+			what, again, err := l.conversionFailed(ctx, t, refusalDetail(r, code, err))
+			if !again {
+				return what, err
+			}
+			r = refusals{}
 		case tryLater:
 			l.later(t)
 			return failed, err
@@ -216,22 +240,36 @@ func (l *lane) convert(ctx context.Context, t *taking) (outcome, error) {
 	}
 }
 
-func (l *lane) conversionFailed(ctx context.Context, t *taking, detail string) (outcome, error) {
+// conversionFailed quarantines a claim whose conversion was refused. Where its
+// verdict was raised meanwhile, that conversion is not the one to be made any
+// more: again says that the claim is to be converted anew.
+func (l *lane) conversionFailed(ctx context.Context, t *taking, why string) (what outcome, again bool, err error) {
 	if !l.trusts(t.holder) {
 		l.drop(t)
-		return left, nil
+		return left, false, nil
 	}
-	settled, err := l.parts.Conversions.ConversionFailed(ctx, t.claim, detail, &claims.Token{ID: uuid.NewString()})
+	settled, err := l.parts.Conversions.ConversionFailed(ctx, t.claim, why, &claims.Token{ID: uuid.NewString()})
+	if moved(err) { // the takeover, asked again, tells whose it is
+		var now claims.Claim
+		now, err = l.parts.Conversions.TakeOver(ctx, t.candidate, t.holder, t.as)
+		if err == nil && now.Verdict != t.claim.Verdict { // verdicts are only raised: that ends
+			t.claim = now
+			return "", true, nil
+		}
+		if err == nil {
+			err = claims.ErrFenced
+		}
+	}
 	switch {
 	case moved(err):
 		l.drop(t)
-		return left, nil
+		return left, false, nil
 	case err != nil:
 		l.later(t)
-		return failed, err
+		return failed, false, err
 	}
 	l.drop(t)
-	return l.settled(ctx, t.candidate, t.claim, settled), nil
+	return l.settled(ctx, t.candidate, t.claim, settled), false, nil
 }
 
 // drop forgets a claim that is ended or not ours.

@@ -5,12 +5,16 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 
 	"github.com/google/uuid"
 
 	"reveille/claims"
 	"reveille/sql"
 )
+
+// maxDetail bounds what a quarantine says about its reason; the evidence has all of it.
+const maxDetail = 1 << 10
 
 // Evidence is what a quarantine keeps of what it moved, as it was: an operator
 // decides by it, and a release restores or cancels it (I30).
@@ -118,6 +122,9 @@ func (t *txn) quarantineAs(ctx context.Context, lane string, bad *claims.Poison,
 		return claims.Settlement{}, claims.ErrQuarantined
 	}
 	detail := claims.CleanText(bad.Detail)
+	if len(detail) > maxDetail { // what does not decode may be of any size, and the event must fit (I24)
+		detail = strings.ToValidUTF8(detail[:maxDetail], "") + "…"
+	}
 	raw, err := json.Marshal(ev)
 	if err != nil {
 		return claims.Settlement{}, fmt.Errorf("evidence: %w", err)

@@ -204,6 +204,7 @@ func (s *Store) TakeOver(ctx context.Context, c claims.Candidate, holder claims.
 	var claim claims.Claim
 	err := s.session(ctx, "take_over", c.Session, &claims.Token{}, false, func(ctx context.Context, t *txn) error {
 		if t.c != nil && t.c.execution == as { // an earlier try did commit
+			t.done = true // nothing is left to write
 			claim = claims.Claim{Session: t.id, Execution: as, Holder: holder, Epoch: t.s.epoch, Verdict: t.c.verdict}
 			return nil
 		}
