@@ -26,7 +26,7 @@ type Options struct {
 	Creds       string // a .creds file, or empty
 	CA          string // a PEM file, or empty
 	Name        string // what the server's monitoring shows
-	InboxPrefix string // where permissions give each role its own; empty is _INBOX
+	InboxPrefix string // of the subjects on which answers come; empty is _INBOX and the user's name, where it has one
 	Namespace   Namespace
 	// InProcess connects to an embedded server instead of URL.
 	InProcess nats.InProcessConnProvider
@@ -118,8 +118,8 @@ func (c *Conn) natsOptions(o Options, connected chan<- struct{}) []nats.Option {
 	if o.CA != "" {
 		opts = append(opts, nats.RootCAs(o.CA))
 	}
-	if o.InboxPrefix != "" {
-		opts = append(opts, nats.CustomInboxPrefix(o.InboxPrefix))
+	if prefix := inboxPrefix(o); prefix != "" {
+		opts = append(opts, nats.CustomInboxPrefix(prefix))
 	}
 	if o.InProcess != nil {
 		opts = append(opts, nats.InProcessServer(o.InProcess))

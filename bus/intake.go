@@ -58,6 +58,9 @@ const (
 	queuedPerLane = 4
 	// lastApplied bounds what a lane remembers.
 	lastApplied = 1024
+	// heldFor is how long what the stream said of a message is good enough to
+	// acknowledge it: far less than it takes to restore a stream and use it.
+	heldFor = 500 * time.Millisecond
 	// applyQuiet is how long no command must have failed before that is over.
 	applyQuiet = 10 * time.Second
 
@@ -280,6 +283,9 @@ type hand struct {
 	cmd      claims.Command
 	rej      *Rejection
 	touched  time.Time // when the server last heard that it is worked on
+
+	held time.Time // when the stream was asked and held exactly this message, or zero
+	link uint64    // the connection's number then
 }
 
 func newHand(ns Namespace, m jetstream.Msg, streamID string, maxBytes int) (*hand, error) {
@@ -364,7 +370,7 @@ func (l *lanes) take(m jetstream.Msg, streamID string) {
 	}
 	if !l.queue(h) {
 		<-l.room
-		l.in.settle(h, claims.Retried, errLaneFull)
+		l.in.settle(context.Background(), h, claims.Retried, errLaneFull)
 	}
 }
 
@@ -399,15 +405,15 @@ func (in *Intake) handle(ctx context.Context, ln *lane, h *hand) {
 		return
 	}
 	if h.rej != nil { // it moves nothing, so its order does not matter
-		in.settle(h, claims.Rejected, in.reject(ctx, h.Raw, h.streamID, h.cmd.Kind, h.rej))
+		in.settle(ctx, h, claims.Rejected, in.reject(ctx, h.Raw, h.streamID, h.cmd.Kind, h.rej))
 		return
 	}
 	result, err := in.bring(ctx, ln, h)
-	in.settle(h, result, err)
+	in.settle(ctx, h, result, err)
 }
 
 // settle acknowledges what is done and gives back what is not.
-func (in *Intake) settle(h *hand, result claims.ApplyResult, err error) {
+func (in *Intake) settle(ctx context.Context, h *hand, result claims.ApplyResult, err error) {
 	if err != nil {
 		in.count(h.cmd.Kind, claims.Retried)
 		if !errors.Is(err, errLetGo) && !errors.Is(err, errLaneFull) && !errors.Is(err, context.Canceled) {
@@ -419,10 +425,28 @@ func (in *Intake) settle(h *hand, result claims.ApplyResult, err error) {
 	}
 	in.count(h.cmd.Kind, result)
 	in.applyState.ok("commands are applied again")
-	if err := h.msg.Ack(); err != nil { // it comes again, as a duplicate
+	if err := in.ack(ctx, h); err != nil && !errors.Is(err, errLetGo) { // it comes again, as a duplicate
 		in.tellState.fail("acknowledging fails", "session", h.cmd.Session, "stream_seq", h.Sequence, "error", err)
 	}
 }
+
+// ack acknowledges a message that the stream holds. Of an acknowledgement the
+// server looks at the sequence alone, and a stream that was restored from an
+// older copy uses its sequences again, under the same id: where time has passed
+// or the connection is another one since the stream was asked, it is asked once
+// more, or a late acknowledgement would remove a message that nobody has applied
+// (I18). Nothing is sent without a connection: it would be kept, and come late.
+func (in *Intake) ack(ctx context.Context, h *hand) error {
+	if time.Since(h.held) > heldFor || h.link != in.link() || !in.conn.nc.IsConnected() {
+		if err := confirm(ctx, in.src, h.Raw); err != nil {
+			return err
+		}
+	}
+	return h.msg.Ack()
+}
+
+// link numbers the connections to the server.
+func (in *Intake) link() uint64 { return in.conn.nc.Stats().Reconnects }
 
 // giveBack returns a message to the server, for delivery after a delay.
 func (in *Intake) giveBack(h *hand, delay time.Duration) {
@@ -453,11 +477,13 @@ func (in *Intake) bring(ctx context.Context, ln *lane, h *hand) (claims.ApplyRes
 			return "", errLetGo
 		default:
 		}
+		asked, link := time.Now(), in.link()
 		m, err := next(ctx, in.src, h.cmd.Session, h.place(), from)
 		if err != nil {
 			return "", err
 		}
 		if m.place() == h.place() {
+			h.held, h.link = asked, link
 			return in.apply(ctx, ln, h.Raw, h.cmd, h.streamID, true)
 		}
 		from = m.Sequence + 1

@@ -656,7 +656,7 @@ func TestI19_Acknowledgements(t *testing.T) {
 	for _, err := range []error{nil, errLetGo, errLaneFull, context.Canceled, errors.New("x"), claims.ErrOutcomeUnknown} {
 		in, _ := testIntake(t, c, newMemApplier(), StreamOptions{})
 		m := &fakeMsg{}
-		in.settle(&hand{msg: m, cmd: claims.Command{Kind: claims.Wake}}, claims.Applied, err)
+		in.settle(testContext(t), &hand{msg: m, cmd: claims.Command{Kind: claims.Wake}, held: time.Now()}, claims.Applied, err)
 		if done := err == nil; (m.acks == 1) != done || (m.naks == 1) == done {
 			t.Errorf("%v: %d acks, %d naks", err, m.acks, m.naks)
 		}

@@ -187,14 +187,22 @@ func (s *Streams) ensureStream(ctx context.Context, js jetstream.JetStream, ns N
 		return "", err
 	}
 	for _, d := range differences(info.Config, cfg) {
-		s.Findings = append(s.Findings, "stream "+cfg.Name+": "+d)
+		s.Findings = append(s.Findings, "stream "+cfg.Name+": "+d.Text)
 	}
+	id, own := streamID(info)
+	if !own {
+		s.Findings = append(s.Findings, fmt.Sprintf("stream %s: metadata has no %s, its creation time stands in", cfg.Name, metadataID))
+	}
+	return id, nil
+}
+
+// streamID is the id that was made with a stream. One that was made by hand has
+// none of its own: its creation time does as well, it changes with a re-creation.
+func streamID(info *jetstream.StreamInfo) (id string, own bool) {
 	if id := info.Config.Metadata[metadataID]; validID(id) {
-		return id, nil
+		return id, true
 	}
-	// Made by hand: its creation time does as well, it changes with a re-creation.
-	s.Findings = append(s.Findings, fmt.Sprintf("stream %s: metadata has no %s, its creation time stands in", cfg.Name, metadataID))
-	return "t" + strconv.FormatInt(info.Created.UnixNano(), 36), nil
+	return "t" + strconv.FormatInt(info.Created.UnixNano(), 36), false
 }
 
 // validID reports whether an id can be part of a durable's name.
@@ -241,14 +249,25 @@ func createStream(ctx context.Context, js jetstream.JetStream, cfg jetstream.Str
 	}
 }
 
-// differences lists what matters of a stream and is not as it would be made.
-func differences(got, want jetstream.StreamConfig) []string {
-	var out []string
-	diff := func(what string, got, want any) {
-		if got != want {
-			out = append(out, fmt.Sprintf("%s is %v, want %v", what, got, want))
-		}
+// Difference is one setting of a stream or a durable that is not as this
+// package would have made it.
+type Difference struct {
+	Setting string // as the server's JSON names it; "limits" is max_bytes and max_msgs
+	Text    string // what it is, and what was wanted
+}
+
+// differ appends a difference where there is one.
+func differ(to []Difference, setting string, got, want any) []Difference {
+	if got == want {
+		return to
 	}
+	return append(to, Difference{setting, fmt.Sprintf("%s is %v, want %v", setting, got, want)})
+}
+
+// differences lists what matters of a stream and is not as it would be made.
+func differences(got, want jetstream.StreamConfig) []Difference {
+	var out []Difference
+	diff := func(setting string, got, want any) { out = differ(out, setting, got, want) }
 	slices.Sort(got.Subjects)
 	slices.Sort(want.Subjects)
 	diff("subjects", strings.Join(got.Subjects, " "), strings.Join(want.Subjects, " "))
@@ -269,7 +288,9 @@ func differences(got, want jetstream.StreamConfig) []string {
 	diff("no_ack", got.NoAck, false)
 	diff("sealed", got.Sealed, false)
 	if got.MaxBytes > 0 || got.MaxMsgs > 0 {
-		out = append(out, fmt.Sprintf("max_bytes %d and max_msgs %d limit it: a full stream drops or refuses messages", got.MaxBytes, got.MaxMsgs))
+		out = append(out, Difference{
+			"limits", fmt.Sprintf("max_bytes %d and max_msgs %d limit it: a full stream drops or refuses messages", got.MaxBytes, got.MaxMsgs),
+		})
 	}
 	return out
 }
@@ -310,26 +331,30 @@ func (s *Streams) ensureConsumer(ctx context.Context, js jetstream.JetStream, st
 	if err != nil {
 		return err
 	}
-	got := info.Config
+	for _, d := range durableDifferences(info.Config, cfg) {
+		s.Findings = append(s.Findings, "consumer "+cfg.Durable+": "+d.Text)
+	}
+	return nil
+}
+
+// durableDifferences lists what matters of a durable and is not as it would be made.
+func durableDifferences(got, want jetstream.ConsumerConfig) []Difference {
 	filters := got.FilterSubjects
 	if got.FilterSubject != "" {
 		filters = []string{got.FilterSubject}
 	}
 	slices.Sort(filters)
-	slices.Sort(cfg.FilterSubjects)
-	diff := func(what string, got, want any) {
-		if got != want {
-			s.Findings = append(s.Findings, fmt.Sprintf("consumer %s: %s is %v, want %v", cfg.Durable, what, got, want))
-		}
-	}
-	diff("filter", strings.Join(filters, " "), strings.Join(cfg.FilterSubjects, " "))
-	diff("ack_policy", got.AckPolicy, cfg.AckPolicy)
-	diff("ack_wait", got.AckWait, cfg.AckWait)
-	diff("max_deliver", got.MaxDeliver, cfg.MaxDeliver)
+	slices.Sort(want.FilterSubjects)
+	var out []Difference
+	diff := func(setting string, got, want any) { out = differ(out, setting, got, want) }
+	diff("filter", strings.Join(filters, " "), strings.Join(want.FilterSubjects, " "))
+	diff("ack_policy", got.AckPolicy, want.AckPolicy)
+	diff("ack_wait", got.AckWait, want.AckWait)
+	diff("max_deliver", got.MaxDeliver, want.MaxDeliver)
 	diff("backoff steps", len(got.BackOff), 0)
-	diff("max_ack_pending", got.MaxAckPending, cfg.MaxAckPending)
-	diff("max_waiting", got.MaxWaiting, cfg.MaxWaiting)
-	return nil
+	diff("max_ack_pending", got.MaxAckPending, want.MaxAckPending)
+	diff("max_waiting", got.MaxWaiting, want.MaxWaiting)
+	return out
 }
 
 func consumerInfo(ctx context.Context, js jetstream.JetStream, stream, name string) (*jetstream.ConsumerInfo, error) {

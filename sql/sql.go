@@ -110,6 +110,8 @@ var (
 	InspectInputs string
 	//go:embed statements/inspect_leases.sql
 	InspectLeases string
+	//go:embed statements/inspect_overdue.sql
+	InspectOverdue string
 	//go:embed statements/inspect_quarantined.sql
 	InspectQuarantined string
 	//go:embed statements/inspect_quarantines.sql
@@ -118,6 +120,8 @@ var (
 	InspectReady string
 	//go:embed statements/inspect_relayed.sql
 	InspectRelayed string
+	//go:embed statements/inspect_server.sql
+	InspectServer string
 	//go:embed statements/inspect_session.sql
 	InspectSession string
 	//go:embed statements/inspect_sessions.sql

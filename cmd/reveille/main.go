@@ -47,6 +47,8 @@ type cli struct {
 
 	Relay relayCmd `cmd:"" help:"Publish again what the event stream lost."`
 
+	Doctor doctorCmd `cmd:"" help:"Check the database, NATS, permissions, clocks and processes; say what is wrong and the fix."`
+
 	Worker  flags.Worker  `cmd:"" hidden:"" help:"What the program worker does."`
 	Scanner flags.Scanner `cmd:"" hidden:"" help:"What the program scanner does."`
 
@@ -86,6 +88,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return c.Workers.run(ctx, std)
 	case "relay":
 		return c.Relay.run(ctx, std)
+	case "doctor":
+		return c.Doctor.run(ctx, std)
 	case "quarantine list":
 		return c.Quarantine.List.run(ctx, std)
 	case "quarantine show":

@@ -85,6 +85,10 @@ func TestUsage(t *testing.T) {
 		{"quarantine release s1 --yes --as retry --why x", "--yes is of --reason"},
 		{"quarantine release s1 --as retry --why=", "--why is empty"},
 		{"relay", "missing flags: --rebuild"},
+		{"doctor --role king", "--role must be one of"},
+		{"doctor --replicas 0", "--replicas 0"},
+		{"doctor --timeout 0s", "--timeout 0s"},
+		{"doctor --namespace A", "--namespace: namespace has byte 'A'"},
 		{"relay --rebuild --dev-state " + none, "no database is named"},
 		{"migrate --dev-state " + none, "no database is named"},
 		{"dev --workers 0", "--workers 0"},
@@ -128,12 +132,12 @@ func TestHelp(t *testing.T) {
 	if code != 0 {
 		t.Fatalf("exit %d", code)
 	}
-	for _, command := range []string{"dev", "migrate", "wake", "admit", "interrupt", "watch", "sessions", "show", "workers", "quarantine", "relay"} {
+	for _, command := range []string{"dev", "migrate", "wake", "admit", "interrupt", "watch", "sessions", "show", "workers", "quarantine", "relay", "doctor"} {
 		if !strings.Contains(stdout, "\n  "+command+" ") {
 			t.Errorf("the help does not name %s", command)
 		}
 	}
-	for _, missing := range []string{"bench", "doctor", "\n  worker ", "\n  scanner "} {
+	for _, missing := range []string{"bench", "\n  worker ", "\n  scanner "} {
 		if strings.Contains(stdout, missing) {
 			t.Errorf("the help names %q, which there is not, or not for people", missing)
 		}

@@ -3,9 +3,11 @@
 // COMMIT whose outcome is unknown, a connection lost at the worst moment, a gateway whose clock is off.
 //
 // A Fault is armed for one point of one transaction, the next that reaches it: before its n-th statement, or at COMMIT.
-// Hold stops a transaction at such a point until the test lets it go. Both know what pgx sends: BEGIN, COMMIT and
-// ROLLBACK as simple queries, each alone in flight, and statements as extended-protocol messages, perhaps many in a
-// pipeline. Everything else passes unchanged; nothing is made up that a server could not have sent:
+// Hold stops a transaction at such a point until the test lets it go. Watch shows a test all transactions with their
+// statements, and cuts a client off where the test says so: a process that is killed there has got exactly as far. All
+// know what pgx sends: BEGIN, COMMIT and ROLLBACK as simple queries, each alone in flight, and statements as
+// extended-protocol messages, perhaps many in a pipeline. Everything else passes unchanged; nothing is made up that a
+// server could not have sent:
 //
 //   - An error of the n-th statement is one that the server itself raised (it is asked for a portal that does not exist),
 //     with another code: the transaction is aborted on the server, the rest of the pipeline skipped.
@@ -86,6 +88,30 @@ func (f Fault) String() string {
 	}
 }
 
+// Moment is a place in a transaction that a watcher sees.
+type Moment int
+
+// The moments.
+const (
+	// BeforeStatement: the last statement is about to be sent on. Those before it were sent on, answered or not.
+	BeforeStatement Moment = iota + 1
+	// BeforeCommit: COMMIT is about to be sent on.
+	BeforeCommit
+	// AfterCommit: the server has committed, and its answer is about to be sent on.
+	AfterCommit
+)
+
+// Statement is one that a client has executed.
+type Statement struct {
+	SQL  string
+	Args [][]byte // as they were bound; nil is NULL
+}
+
+// Watcher sees a transaction at a moment, with its statements so far, which it must not change; a statement outside of
+// any transaction is alone. Where it returns false, its client is cut off: what the moment is before is never sent on.
+// It is called from many goroutines, and holds up only the connection in question.
+type Watcher func(at Moment, tx []Statement) bool
+
 // Gate is a point where a transaction waits.
 type Gate struct {
 	reached, open chan struct{}
@@ -118,6 +144,7 @@ type Proxy struct {
 	upstream string
 	url      url.URL
 	skew     time.Duration
+	watcher  Watcher // nil: nobody watches
 
 	mu     sync.Mutex // guards all below
 	rules  []*rule
@@ -186,6 +213,13 @@ func (p *Proxy) hold(at int, after bool) *Gate {
 	p.gates = append(p.gates, g)
 	p.rules = append(p.rules, &rule{fault: Fault{At: at}, gate: g, after: after})
 	return g
+}
+
+// Watch has a watcher see whatever goes through the proxy. It is called before the first client connects.
+func (p *Proxy) Watch(w Watcher) {
+	p.mu.Lock() // which each connection takes before it looks
+	defer p.mu.Unlock()
+	p.watcher = w
 }
 
 // Disarm forgets what has not happened, and tells how many faults did since the last call.
@@ -303,7 +337,10 @@ func (p *Proxy) connection(client net.Conn) {
 		_, _ = io.Copy(io.Discard, server) // the server closes when it has heard
 		return
 	}
-	c := &conn{p: p, client: client, server: server, in: in, served: make(chan struct{})}
+	c := &conn{
+		p: p, client: client, server: server, in: in, served: make(chan struct{}),
+		prepared: map[string]string{}, portals: map[string]Statement{},
+	}
 	p.wg.Go(func() {
 		defer close(c.served)
 		c.fromServer()
@@ -322,6 +359,9 @@ type conn struct {
 	// Of fromClient alone.
 	inTx       bool
 	statements int
+	prepared   map[string]string    // SQL by the statement's name
+	portals    map[string]Statement // by name
+	tx         []Statement          // for the watcher
 
 	mu    sync.Mutex // guards reply
 	reply reply
@@ -331,6 +371,7 @@ type conn struct {
 type reply struct {
 	instead *pgproto3.ErrorResponse // of an error, or of COMMIT's completion
 	commit  bool                    // a COMMIT is in flight
+	tx      []Statement             // that it commits, where somebody watches
 	gate    *Gate                   // before its answer
 	mute    bool                    // nothing more is passed on
 	cut     bool                    // close when the server is ready for the next
@@ -385,11 +426,13 @@ func (c *conn) fromClient() {
 			raw, forward = c.query(raw)
 		case 'P':
 			raw = c.parse(raw)
+		case 'B':
+			c.bind(raw)
 		case 'E':
 			if err := out.Flush(); err != nil { // what came before a gate must not wait at it
 				return
 			}
-			raw, forward = c.statement(raw, &pgproto3.Execute{Portal: "faultproxy"})
+			raw, forward = c.statement(raw, c.executed(raw), &pgproto3.Execute{Portal: "faultproxy"})
 		}
 		if !forward {
 			return
@@ -414,7 +457,7 @@ func (c *conn) query(raw []byte) ([]byte, bool) {
 	sql := strings.ToLower(strings.Trim(string(raw[5:]), " \x00"))
 	switch {
 	case strings.HasPrefix(sql, "begin"):
-		c.inTx, c.statements = true, 0
+		c.inTx, c.statements, c.tx = true, 0, nil
 	case strings.HasPrefix(sql, "rollback"):
 		c.inTx = false
 	case strings.HasPrefix(sql, "commit"):
@@ -422,15 +465,19 @@ func (c *conn) query(raw []byte) ([]byte, bool) {
 		return c.commit(raw)
 	case strings.HasPrefix(sql, "--"): // pgx's ping
 	default:
-		return c.statement(raw, &pgproto3.Query{String: "SELECT faultproxy"})
+		return c.statement(raw, Statement{SQL: strings.Trim(string(raw[5:]), "\x00")}, &pgproto3.Query{String: "SELECT faultproxy"})
 	}
 	return raw, true
 }
 
-// parse applies the skew.
+// parse applies the skew, and for a watcher notes what the statement's name stands for.
 func (c *conn) parse(raw []byte) []byte {
 	var m pgproto3.Parse
-	if c.p.skew == 0 || m.Decode(raw[5:]) != nil {
+	if c.p.skew == 0 && c.p.watcher == nil || m.Decode(raw[5:]) != nil {
+		return raw
+	}
+	c.prepared[m.Name] = m.Query
+	if c.p.skew == 0 {
 		return raw
 	}
 	const now = "statement_timestamp()"
@@ -438,8 +485,31 @@ func (c *conn) parse(raw []byte) []byte {
 	return encode(&m)
 }
 
+// bind notes for a watcher what a portal executes.
+func (c *conn) bind(raw []byte) {
+	var m pgproto3.Bind
+	if c.p.watcher == nil || m.Decode(raw[5:]) != nil {
+		return
+	}
+	c.portals[m.DestinationPortal] = Statement{SQL: c.prepared[m.PreparedStatement], Args: m.Parameters}
+}
+
+// executed is the statement of an Execute.
+func (c *conn) executed(raw []byte) Statement {
+	var m pgproto3.Execute
+	if c.p.watcher == nil || m.Decode(raw[5:]) != nil {
+		return Statement{}
+	}
+	return c.portals[m.Portal]
+}
+
+// watched asks the watcher, if there is one, whether it goes on.
+func (c *conn) watched(at Moment, tx []Statement) bool {
+	return c.p.watcher == nil || c.p.watcher(at, tx)
+}
+
 // statement handles a statement; bad is one that the server refuses.
-func (c *conn) statement(raw []byte, bad interface {
+func (c *conn) statement(raw []byte, st Statement, bad interface {
 	Encode(dst []byte) ([]byte, error)
 },
 ) ([]byte, bool) {
@@ -447,6 +517,14 @@ func (c *conn) statement(raw []byte, bad interface {
 	if c.inTx {
 		c.statements++
 		at = c.statements
+	} else {
+		c.tx = nil
+	}
+	if c.p.watcher != nil {
+		c.tx = append(c.tx, st)
+	}
+	if !c.watched(BeforeStatement, c.tx) {
+		return nil, false
 	}
 	c.p.mu.Lock()
 	c.p.stats.Statements++
@@ -482,8 +560,11 @@ func (c *conn) commit(raw []byte) ([]byte, bool) {
 	c.p.mu.Lock()
 	c.p.stats.Last = c.statements
 	c.p.mu.Unlock()
+	if !c.watched(BeforeCommit, c.tx) {
+		return nil, false
+	}
 	r := c.p.take(Commit)
-	rep := reply{commit: true}
+	rep := reply{commit: true, tx: c.tx}
 	rollback := encode(&pgproto3.Query{String: "rollback"})
 	unknown := serverError("40003", "result is ambiguous")
 	switch {
@@ -576,7 +657,9 @@ func (c *conn) fromServer() {
 		case typ == 'E' && r.instead != nil && !r.commit, typ == 'C' && r.instead != nil && r.commit:
 			raw = encode(r.instead)
 		case typ == 'C' && r.commit:
-			c.committed(r, raw)
+			if !c.committed(r, raw) {
+				return
+			}
 		}
 		if !r.mute {
 			_, _ = out.Write(raw) // Flush answers its error too
@@ -592,14 +675,21 @@ func (c *conn) fromServer() {
 	}
 }
 
-// committed handles the completion of a COMMIT that goes to the client as it is.
-func (c *conn) committed(r reply, raw []byte) {
+// committed handles the completion of a COMMIT that goes to the client as it is, or, where it reports false, does not.
+func (c *conn) committed(r reply, raw []byte) bool {
 	if r.gate != nil {
 		r.gate.wait()
 	}
-	if !r.mute && strings.HasPrefix(string(raw[5:]), "COMMIT") {
+	if !strings.HasPrefix(string(raw[5:]), "COMMIT") {
+		return true
+	}
+	if !c.watched(AfterCommit, r.tx) {
+		return false
+	}
+	if !r.mute {
 		c.p.mu.Lock()
 		c.p.stats.Commits++
 		c.p.mu.Unlock()
 	}
+	return true
 }

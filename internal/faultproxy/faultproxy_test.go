@@ -3,6 +3,8 @@ package faultproxy_test
 import (
 	"context"
 	"errors"
+	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -35,12 +37,23 @@ type bench struct {
 
 func newBench(t *testing.T, skew time.Duration) *bench {
 	t.Helper()
+	return startBench(t, skew, nil)
+}
+
+func newWatchedBench(t *testing.T, w faultproxy.Watcher) *bench {
+	t.Helper()
+	return startBench(t, 0, w)
+}
+
+func startBench(t *testing.T, skew time.Duration, w faultproxy.Watcher) *bench {
+	t.Helper()
 	url := dbtest.New(t)
 	p, err := faultproxy.New(url, skew)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(p.Close)
+	p.Watch(w)
 	return &bench{t, p, dial(t, p.URL()), dial(t, url)}
 }
 
@@ -252,6 +265,73 @@ func TestSkew(t *testing.T) {
 	}
 	if d := there.Sub(here); d > skew || d < skew-time.Minute {
 		t.Errorf("the clock is off by %v, want %v", d, skew)
+	}
+}
+
+// What a watcher sees of insert, by moment: the statements so far, and the last one's argument.
+func TestWatcherSeesTransactions(t *testing.T) {
+	const insert = "INSERT INTO things VALUES ($1)"
+	type sight struct {
+		at         faultproxy.Moment
+		statements int
+		sql        string
+		arg        byte
+	}
+	var mu sync.Mutex
+	var seen []sight
+	b := newWatchedBench(t, func(at faultproxy.Moment, tx []faultproxy.Statement) bool {
+		last := tx[len(tx)-1]
+		if last.SQL != insert { // not ours: the prepared statement's description, a ping
+			return true
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		seen = append(seen, sight{at, len(tx), last.SQL, last.Args[0][7]})
+		return true
+	})
+	if err := b.insert(b.through); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := b.through.Exec(t.Context(), insert, int64(5)); err != nil {
+		t.Fatal(err)
+	}
+	want := []sight{
+		{faultproxy.BeforeStatement, 1, insert, 1},
+		{faultproxy.BeforeStatement, 2, insert, 2},
+		{faultproxy.BeforeStatement, 3, insert, 3},
+		{faultproxy.BeforeStatement, 4, insert, 4},
+		{faultproxy.BeforeCommit, 4, insert, 4},
+		{faultproxy.AfterCommit, 4, insert, 4},
+		{faultproxy.BeforeStatement, 1, insert, 5}, // outside of any transaction
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	if !slices.Equal(seen, want) {
+		t.Errorf("saw %v, want %v", seen, want)
+	}
+}
+
+func TestWatcherCutsOff(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		at      faultproxy.Moment
+		applied bool
+	}{
+		{"before a statement", faultproxy.BeforeStatement, false},
+		{"before COMMIT", faultproxy.BeforeCommit, false},
+		{"after COMMIT", faultproxy.AfterCommit, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			b := newWatchedBench(t, func(at faultproxy.Moment, tx []faultproxy.Statement) bool {
+				return at != c.at || len(tx) < 3
+			})
+			if err := b.insert(b.through); err == nil || code(err) != "" {
+				t.Errorf("answered %v, want a lost connection", err)
+			}
+			if n := b.rows(); (n == 4) != c.applied || n != 0 && n != 4 {
+				t.Errorf("%d rows, want all or none, applied %v", n, c.applied)
+			}
+		})
 	}
 }
 

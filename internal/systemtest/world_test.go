@@ -5,37 +5,39 @@
 package systemtest
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
-	"net"
-	"net/http"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/nats-io/nats-server/v2/server"
 	"github.com/nats-io/nats.go"
-	"github.com/nats-io/nats.go/jetstream"
 
 	"reveille/bus"
 	"reveille/claims"
 	"reveille/claims/crdb"
+	"reveille/internal/faultproxy"
 	"reveille/internal/localdb"
+	"reveille/internal/systemtest/ask"
 )
 
 // patience bounds every wait; nothing takes near as long.
 const patience = 90 * time.Second
 
-var binaries string // the folder of the built programs
+// race: this test binary has the race detector; see race_test.go.
+var race bool
+
+// binaries are the folders of the built programs: as this test is, and without
+// the race detector, for what would take too long with it.
+var binaries, fast string
 
 func TestMain(m *testing.M) {
 	os.Exit(func() int {
@@ -45,62 +47,103 @@ func TestMain(m *testing.M) {
 			return 1
 		}
 		defer os.RemoveAll(dir)
-		build := exec.Command("go", "build", "-race", "-o", dir+"/", "reveille/cmd/worker", "reveille/cmd/scanner")
-		build.Stderr = os.Stderr
-		if err := build.Run(); err != nil {
-			fmt.Fprintln(os.Stderr, "building the programs:", err)
-			return 1
+		binaries, fast = filepath.Join(dir, "race"), filepath.Join(dir, "fast")
+		if !race {
+			binaries = fast
 		}
-		binaries = dir
+		for _, args := range [][]string{{"-o", fast + "/"}, {"-race", "-o", binaries + "/"}} {
+			if args[0] == "-race" && !race {
+				continue
+			}
+			build := exec.Command("go", append(append([]string{"build"}, args...),
+				"reveille/cmd/worker", "reveille/cmd/scanner", "reveille/internal/systemtest/peer")...)
+			build.Stderr = os.Stderr
+			if err := build.Run(); err != nil {
+				fmt.Fprintln(os.Stderr, "building the programs:", err)
+				return 1
+			}
+		}
 		return m.Run()
 	}())
 }
 
 // world is a database, a NATS server and the processes on them.
 type world struct {
-	t     *testing.T
-	dir   string
-	db    *localdb.Server
-	nats  *server.Server
-	port  int
-	conn  *bus.Conn
-	procs []*proc
+	t       testing.TB
+	dir     string
+	load    bool // many sessions: processes without the race detector
+	lasting bool // the database outlives its own death; else it syncs nothing
+	db      *localdb.Server
+	nats    *proc
+	port    int
+	conn    *bus.Conn
+	sql     *pgx.Conn // of query; nil before the first
+	procs   []*proc
+	steps   *steps
+	hold    *holdGate
+	watch   io.WriteCloser
+	proxy   *faultproxy.Proxy // between processes and the database, or nil
+	others  int               // sessions of other
 }
 
-func newWorld(t *testing.T) *world {
+func newWorld(t testing.TB) *world { t.Helper(); return startWorld(&world{t: t}) }
+
+// newLastingWorld is one whose database may be stopped and killed.
+func newLastingWorld(t testing.TB) *world { t.Helper(); return startWorld(&world{t: t, lasting: true}) }
+
+func startWorld(w *world) *world {
+	t := w.t
 	t.Helper()
-	w := &world{t: t}
 	var err error
 	if w.dir, err = os.MkdirTemp("/var/tmp", "reveille-systemtest-"); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = os.RemoveAll(w.dir) })
+	t.Cleanup(w.close)
+	w.startWatch()
 	w.startDatabase()
-	t.Cleanup(func() { w.stopDatabase() })
 	if _, err := crdb.Migrate(t.Context(), w.db.URL(), false); err != nil {
 		t.Fatal(err)
 	}
 	w.startNATS()
-	t.Cleanup(func() { w.stopNATS() })
-	if w.conn, err = bus.Connect(t.Context(), bus.Options{URL: w.nats.ClientURL(), Name: "systemtest"}); err != nil {
+	if w.conn, err = bus.Connect(t.Context(), bus.Options{URL: w.natsURL(), Name: "systemtest"}); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(w.conn.Close)
 	if _, err := w.conn.Ensure(t.Context(), bus.StreamOptions{MaxClockSkew: time.Millisecond}); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() {
-		for _, p := range w.procs {
-			p.kill()
-		}
-	})
 	return w
+}
+
+// close ends everything, whatever of it has been started.
+func (w *world) close() {
+	if w.conn != nil {
+		w.conn.Close()
+	}
+	for _, p := range w.procs {
+		p.close()
+	}
+	if w.steps != nil {
+		w.steps.close()
+	}
+	if w.sql != nil {
+		_ = w.sql.Close(context.Background()) // its server may be gone
+	}
+	if w.db != nil {
+		w.stopDatabase()
+	}
+	if w.watch != nil {
+		_ = w.watch.Close()
+	}
+	if err := os.RemoveAll(w.dir); err != nil {
+		w.t.Errorf("removing what the test left: %v", err)
+	}
 }
 
 func (w *world) startDatabase() {
 	w.t.Helper()
 	var err error
-	if w.db, err = localdb.Start(context.Background(), localdb.Options{Dir: filepath.Join(w.dir, "db")}); err != nil {
+	w.db, err = localdb.Start(context.Background(), localdb.Options{Dir: filepath.Join(w.dir, "db"), Ephemeral: !w.lasting})
+	if err != nil {
 		w.t.Fatal(err)
 	}
 }
@@ -113,145 +156,104 @@ func (w *world) stopDatabase() {
 	}
 }
 
+// killDatabase is a crash: it recovers at its next start.
+func (w *world) killDatabase() {
+	w.t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if err := w.db.Stop(ctx); err != nil && !errors.Is(err, context.Canceled) {
+		w.t.Fatalf("killing the database: %v", err)
+	}
+}
+
+// program is the path of a built program.
+func (w *world) program(name string) string {
+	if w.load {
+		return filepath.Join(fast, name)
+	}
+	return filepath.Join(binaries, name)
+}
+
+// startNATS starts the server, at the port that it had.
 func (w *world) startNATS() {
 	w.t.Helper()
 	port := w.port
 	if port == 0 {
 		port = -1
 	}
-	s, err := server.NewServer(&server.Options{
-		Host: "127.0.0.1", Port: port, JetStream: true, StoreDir: filepath.Join(w.dir, "nats"), NoSigs: true, NoLog: true,
-	})
-	if err != nil {
-		w.t.Fatal(err)
+	cmd := exec.Command(filepath.Join(fast, "peer"), "nats", w.json(ask.Server{Store: filepath.Join(w.dir, "nats"), Port: port}))
+	w.nats = w.launch("nats", cmd, saysUp)
+	w.nats.wait()
+	if _, err := fmt.Sscanf(w.nats.output(), ask.Up+" nats://127.0.0.1:%d", &w.port); err != nil {
+		w.t.Fatalf("NATS server says %q: %v", w.nats.output(), err)
 	}
-	s.Start()
-	if !s.ReadyForConnections(patience) {
-		w.t.Fatal("NATS server is not ready")
-	}
-	w.nats, w.port = s, s.Addr().(*net.TCPAddr).Port
-}
-
-func (w *world) stopNATS() {
-	w.nats.Shutdown()
-	w.nats.WaitForShutdown()
-}
-
-// proc is a process of ours.
-type proc struct {
-	w    *world
-	name string
-	cmd  *exec.Cmd
-	http string
-	done chan struct{}
-	err  error
-
-	mu  sync.Mutex
-	log bytes.Buffer
-}
-
-func (p *proc) Write(b []byte) (int, error) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.log.Write(b)
-}
-
-func (p *proc) output() string {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.log.String()
-}
-
-// start starts a program and waits until it is ready.
-func (w *world) start(program, name string, args ...string) *proc {
-	w.t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	addr := l.Addr().String()
-	_ = l.Close()
-	p := &proc{w: w, name: name, http: addr, done: make(chan struct{})}
-	p.cmd = exec.Command(filepath.Join(binaries, program), append([]string{
-		"--nats-url", fmt.Sprintf("nats://127.0.0.1:%d", w.port), "--http", addr, "--worker-id", name, "--log-format", "text",
-		"--lease", "6s", "--heartbeat", "1s", "--max-clock-skew", "200ms", "--stop-margin", "500ms",
-	}, args...)...)
-	p.cmd.Env = append(os.Environ(), "RV_DATABASE_URL="+w.db.URL())
-	p.cmd.Stdout, p.cmd.Stderr = p, p
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-	if err := p.cmd.Start(); err != nil {
-		w.t.Fatal(err)
-	}
-	go func() {
-		p.err = p.cmd.Wait()
-		close(p.done)
-	}()
-	w.procs = append(w.procs, p)
-	w.until(name+" is ready", func() bool { return p.get("/readyz") == http.StatusOK })
-	return p
-}
-
-func (p *proc) get(path string) int {
-	resp, err := http.Get("http://" + p.http + path)
-	if err != nil {
-		return 0
-	}
-	_ = resp.Body.Close()
-	return resp.StatusCode
-}
-
-func (p *proc) alive() bool {
-	select {
-	case <-p.done:
-		return false
-	default:
-		return true
+	if w.conn != nil {
+		w.until("the test is connected again", func() bool { return w.conn.Health(w.t.Context()) == nil })
 	}
 }
 
-func (p *proc) kill() {
-	_ = p.cmd.Process.Kill() // it may be gone already
-	<-p.done
-	if p.w.t.Failed() {
-		p.w.t.Logf("log of %s:\n%s", p.name, p.output())
+func (w *world) stopNATS() { w.nats.terminate() }
+
+// databaseURL is where processes find the database.
+func (w *world) databaseURL() string {
+	if w.proxy != nil {
+		return w.proxy.URL()
 	}
+	return w.db.URL()
 }
 
-// terminate is SIGTERM, and waits for the orderly end.
-func (p *proc) terminate() {
-	p.w.t.Helper()
-	if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil {
-		p.w.t.Fatal(err)
-	}
-	select {
-	case <-p.done:
-		if p.err != nil {
-			p.w.t.Errorf("%s ended with %v", p.name, p.err)
-		}
-	case <-time.After(patience):
-		p.w.t.Fatalf("%s does not end", p.name)
-	}
-}
+func (w *world) natsURL() string { return fmt.Sprintf("nats://127.0.0.1:%d", w.port) }
 
 // until polls what no signal tells.
 func (w *world) until(what string, ok func() bool) {
 	w.t.Helper()
-	deadline := time.After(patience)
-	tick := time.NewTicker(50 * time.Millisecond)
+	w.within(patience, what, ok)
+}
+
+func (w *world) within(bound time.Duration, what string, ok func() bool) {
+	w.t.Helper()
+	deadline := time.After(bound)
+	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
 	for !ok() {
 		select {
 		case <-deadline:
-			w.t.Fatalf("not within %v: %s", patience, what)
+			w.t.Fatalf("not within %v: %s", bound, what)
 		case <-tick.C:
 		}
 	}
 }
 
-func (w *world) wake(ctx context.Context, session claims.SessionID, input string) error {
-	in := claims.Input{ID: input, Delivery: claims.Queue, Body: json.RawMessage(`"` + input + `"`)}
-	_, err := bus.NewPublisher(w.conn).Wake(ctx, session, &in, time.Time{}, bus.Publishing{})
+func input(id string, delivery claims.Delivery) *claims.Input {
+	return &claims.Input{ID: id, Delivery: delivery, Body: json.RawMessage(`"` + id + `"`)}
+}
+
+func (w *world) wake(ctx context.Context, session claims.SessionID, id string) error {
+	_, err := bus.NewPublisher(w.conn).Wake(ctx, session, input(id, claims.Queue), time.Time{}, bus.Publishing{})
 	return err
+}
+
+// publish publishes commands, one after the other.
+func (w *world) publish(cmds ...claims.Command) {
+	w.t.Helper()
+	p := bus.NewPublisher(w.conn)
+	for _, cmd := range cmds {
+		if _, err := p.Publish(w.t.Context(), cmd, bus.Publishing{}); err != nil {
+			w.t.Fatal(err)
+		}
+	}
+}
+
+func wakeOf(session claims.SessionID, in *claims.Input) claims.Command {
+	return claims.Command{Kind: claims.Wake, Session: session, Input: in}
+}
+
+func admitOf(session claims.SessionID, in *claims.Input) claims.Command {
+	return claims.Command{Kind: claims.Admit, Session: session, Input: in}
+}
+
+func interruptOf(session claims.SessionID) claims.Command {
+	return claims.Command{Kind: claims.Interrupt, Session: session, Reason: "stop"}
 }
 
 // publishRaw publishes a command body as it is.
@@ -262,16 +264,35 @@ func (w *world) publishRaw(subject string, body []byte) {
 	}
 }
 
+// messages is how many messages a stream holds, and the sequence of its last.
+func (w *world) messages(stream string) (n, last uint64) {
+	w.t.Helper()
+	s, err := w.conn.JetStream().Stream(w.t.Context(), stream)
+	if err != nil {
+		w.t.Fatalf("stream %s: %v", stream, err)
+	}
+	state := s.CachedInfo().State
+	return state.Msgs, state.LastSeq
+}
+
+// applied waits until no command waits.
+func (w *world) applied() {
+	w.t.Helper()
+	w.until("all commands are applied", func() bool { n, _ := w.messages("RV_COMMANDS"); return n == 0 })
+}
+
+// query answers the rows of a statement with one TEXT column.
 func (w *world) query(statement string, args ...any) []string {
 	w.t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	db, err := pgx.Connect(ctx, w.db.URL())
-	if err != nil {
-		w.t.Fatal(err)
+	if w.sql == nil || w.sql.Ping(ctx) != nil { // the database may have been away
+		var err error
+		if w.sql, err = pgx.Connect(ctx, w.db.URL()); err != nil {
+			w.t.Fatal(err)
+		}
 	}
-	defer db.Close(ctx)
-	rows, err := db.Query(ctx, statement, args...)
+	rows, err := w.sql.Query(ctx, statement, args...)
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -282,123 +303,35 @@ func (w *world) query(statement string, args ...any) []string {
 	return out
 }
 
-// logOf is a session's log in the database, an event a line.
-func (w *world) logOf(session claims.SessionID) []string {
+// count is the one number that a statement answers.
+func (w *world) count(statement string, args ...any) int {
 	w.t.Helper()
-	var out []string
-	for _, lines := range w.query("SELECT lines FROM events WHERE session_id = $1 ORDER BY last_seq", string(session)) {
-		out = append(out, strings.Split(lines, "\n")...)
+	var n int
+	if _, err := fmt.Sscan(w.query("SELECT ("+statement+")::TEXT", args...)[0], &n); err != nil {
+		w.t.Fatal(err)
 	}
-	return out
+	return n
 }
 
-// idle waits until no session has a claim, work that is due, or unpublished events.
+// idle waits until no session has a claim, work that is due, or unpublished
+// events, and this many inputs were covered or cancelled.
 func (w *world) idle(inputs int) {
 	w.t.Helper()
 	w.until("the system is idle", func() bool {
-		n := w.query("SELECT (SELECT count(*) FROM inputs WHERE state <> 'armed' AND state <> 'unarmed')::TEXT")
-		open := w.query("SELECT session_id FROM sessions WHERE execution_id IS NOT NULL OR armed > 0 OR continuations > 0 OR relayed_seq < last_seq")
-		return len(open) == 0 && n[0] == fmt.Sprint(inputs)
+		return w.count(`SELECT count(*) FROM sessions WHERE execution_id IS NOT NULL OR armed > 0 OR continuations > 0 OR relayed_seq < last_seq`) == 0 &&
+			w.count(`SELECT count(*) FROM inputs WHERE state <> 'armed' AND state <> 'unarmed'`) == inputs
 	})
-}
-
-// stream reads all of RV_EVENTS, the bodies by session.
-func (w *world) stream() map[claims.SessionID][]string {
-	w.t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
-	defer cancel()
-	s, err := w.conn.JetStream().Stream(ctx, "RV_EVENTS")
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	info, err := s.Info(ctx)
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	out := map[claims.SessionID][]string{}
-	if info.State.Msgs == 0 {
-		return out
-	}
-	cons, err := w.conn.JetStream().OrderedConsumer(ctx, "RV_EVENTS", jetstream.OrderedConsumerConfig{})
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	msgs, err := cons.Messages()
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	defer msgs.Stop()
-	for range info.State.Msgs {
-		m, err := msgs.Next()
-		if err != nil {
-			w.t.Fatal(err)
-		}
-		session := claims.SessionID(m.Subject()[strings.LastIndexByte(m.Subject(), '.')+1:])
-		out[session] = append(out[session], string(m.Data()))
-	}
-	return out
-}
-
-// verify compares the stream with the database event for event, and every
-// input with the steps that cover it.
-func (w *world) verify() {
-	w.t.Helper()
-	stream := w.stream()
-	for _, id := range w.query("SELECT session_id FROM sessions ORDER BY session_id") {
-		session := claims.SessionID(id)
-		log := w.logOf(session)
-		if !slices.Equal(log, stream[session]) {
-			w.t.Errorf("session %s: stream and database differ\ndatabase\n%s\nstream\n%s", id, strings.Join(log, "\n"), strings.Join(stream[session], "\n"))
-		}
-		w.verifySession(session, log)
-	}
-}
-
-func (w *world) verifySession(session claims.SessionID, log []string) {
-	w.t.Helper()
-	promoted, terminal, epoch := map[string]int{}, map[claims.StepID]int{}, int64(0)
-	for i, line := range log {
-		r, err := claims.ParseRecord([]byte(line))
-		if err != nil {
-			w.t.Fatal(err)
-		}
-		if r.Seq != int64(i)+1 {
-			w.t.Errorf("session %s: event %d stands at place %d", session, r.Seq, i+1)
-		}
-		if r.Epoch != 0 && r.Epoch < epoch {
-			w.t.Errorf("session %s: epoch %d after %d", session, r.Epoch, epoch)
-		}
-		epoch = max(epoch, r.Epoch)
-		switch r.Type {
-		case claims.InputPromoted:
-			promoted[string(r.Data)]++
-		case claims.StepStartedEvent:
-			terminal[r.Step] += 0
-		case claims.StepEndedEvent, claims.StepFailedEvent, claims.StepInterruptedEvent:
-			terminal[r.Step]++
-		}
-	}
-	for in, n := range promoted {
-		if n != 1 {
-			w.t.Errorf("session %s: %s promoted %d times", session, in, n)
-		}
-	}
-	for step, n := range terminal {
-		if n != 1 {
-			w.t.Errorf("session %s: step %s has %d terminal events", session, step, n)
-		}
-	}
 }
 
 // gate holds commands of a handler: they read a line each from fifo unless the
 // file open is there.
 type gate struct {
-	t          *testing.T
+	t          testing.TB
 	open, fifo string
 	w          *os.File
 }
 
-func newGate(t *testing.T) *gate {
+func newGate(t testing.TB) *gate {
 	t.Helper()
 	g := &gate{t: t, open: filepath.Join(t.TempDir(), "open")}
 	g.fifo = g.open + ".fifo"

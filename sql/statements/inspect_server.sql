@@ -1,0 +1,2 @@
+-- For people: which engine this is, and of which version.
+SELECT version()
