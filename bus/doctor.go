@@ -337,6 +337,7 @@ func (t *tries) durables() []DurableFound {
 // by the stream, and by nobody else, before anything is stored.
 func (t *tries) store(stream string, subject func(claims.SessionID) string, roles ...Role) {
 	m := nats.NewMsg(subject(probeSession))
+	m.Header.Set(nats.ExpectedStreamHdr, probe)
 	n := need{what: "publish " + subject("*"), roles: roles, msg: m, fine: codes(errExpectedStream)}
 	if found := t.in.stream(stream); found != nil {
 		n.excused = found.Missing() || slices.ContainsFunc(found.Differences, func(d Difference) bool { return d.Setting == "subjects" })

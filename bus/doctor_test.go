@@ -427,6 +427,37 @@ func TestPermissionsNameWhatIsDenied(t *testing.T) {
 	}
 }
 
+// TestPermissionsAreNotBlamed for what the inspection has found: a stream that does not take a subject, or takes it
+// without a word.
+func TestPermissionsAreNotBlamed(t *testing.T) {
+	c, _ := startServer(t).connectWith(StreamOptions{})
+	for name, change := range map[string]func(*jetstream.StreamConfig){
+		"RV_COMMANDS": func(c *jetstream.StreamConfig) { c.Subjects, c.AllowDirect = []string{"rv.wake.*"}, false },
+		"RV_READY":    func(c *jetstream.StreamConfig) { c.NoAck = true },
+	} {
+		info, err := streamInfo(testContext(t), c.js, name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		change(&info.Config)
+		if _, err := c.js.UpdateStream(testContext(t), info.Config); err != nil {
+			t.Fatal(err)
+		}
+	}
+	in := inspect(t, c, StreamOptions{})
+	if got, want := amiss(in), "RV_COMMANDS subjects\nRV_COMMANDS allow_direct\nRV_READY no_ack"; got != want {
+		t.Errorf("got:\n%s\nwant:\n%s", got, want)
+	}
+	if lacks, err := c.Permissions(testContext(t), Roles(), in); err != nil || len(lacks) > 0 {
+		t.Errorf("it lacks %v, %v", lacks, err)
+	}
+	for _, name := range []string{"RV_COMMANDS", "RV_READY"} {
+		if n := messages(t, c, name); n > 0 {
+			t.Errorf("%s has %d messages", name, n)
+		}
+	}
+}
+
 // TestSilence: who does not answer costs the time that the caller gave, once, and is told from who is not there.
 func TestSilence(t *testing.T) {
 	s := configured(t, `server_name: silent`)

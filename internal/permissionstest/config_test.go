@@ -2,6 +2,7 @@ package permissionstest
 
 import (
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -46,7 +47,8 @@ func TestSecondTenantIsACopy(t *testing.T) {
 	}
 }
 
-// TestVariablesAreListed: the server does not start without one.
+// TestVariablesAreListed: README.md names whatever the configuration takes from
+// the environment.
 func TestVariablesAreListed(t *testing.T) {
 	listed := readme(t, "## Use it")
 	for _, file := range []string{"nats-server.conf", "rv.conf", "acme.conf"} {
@@ -133,5 +135,42 @@ func TestWorkersMayMakeStreams(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestStartWantsEachVariable: no role is left without its password, not even by a
+// variable that is there and empty.
+func TestStartWantsEachVariable(t *testing.T) {
+	deployedOptions(t, newCertificates(t))
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "nats-server"), []byte("#!/bin/sh\necho started \"$@\"\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("PATH", dir+string(os.PathListSeparator)+os.Getenv("PATH"))
+	begin := func(env ...string) string {
+		cmd := exec.Command(filepath.Join(deployed, "start.sh"), "-D")
+		cmd.Env = append(os.Environ(), env...)
+		out, _ := cmd.CombinedOutput() // what it says tells how it ended
+		return string(out)
+	}
+	if said := begin(); said != "started -c nats-server.conf -D\n" {
+		t.Errorf("with all variables, start.sh says %q", said)
+	}
+	names := []string{"RV_NATS_CERT", "RV_NATS_KEY"}
+	for _, ns := range namespaces {
+		for _, role := range roles {
+			names = append(names, passwordVariable(string(ns)+"-"+role))
+		}
+	}
+	for _, name := range names {
+		if said := begin(name + "="); strings.Contains(said, "started") || !strings.Contains(said, name) {
+			t.Errorf("with an empty %s, start.sh says %q", name, said)
+		}
+	}
+	if err := os.Unsetenv("RV_OPERATOR_PASSWORD"); err != nil { // t.Setenv brings back what was there before
+		t.Fatal(err)
+	}
+	if said := begin(); strings.Contains(said, "started") || !strings.Contains(said, "RV_OPERATOR_PASSWORD") {
+		t.Errorf("without a variable, start.sh says %q", said)
 	}
 }

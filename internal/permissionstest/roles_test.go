@@ -450,6 +450,30 @@ func TestAnswersComeToTheUsersOwnInbox(t *testing.T) {
 	s.noViolations()
 }
 
+// TestDoctorAsksForNoMore: what reveille doctor tries as a role is what the role
+// has, so that its advice, to do as deploy/nats does, helps.
+func TestDoctorAsksForNoMore(t *testing.T) {
+	s := startDeployed(t)
+	operator, _ := s.makeStreams("rv")
+	inspection, err := operator.Inspect(testContext(t), bus.StreamOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(bus.Roles()) != len(roles) {
+		t.Errorf("roles are %q, of deploy/nats %q", bus.Roles(), roles)
+	}
+	for _, role := range bus.Roles() {
+		lacks, err := s.connect("rv", string(role)).Permissions(testContext(t), []bus.Role{role}, inspection)
+		if err != nil {
+			t.Errorf("%s: %v", role, err)
+		}
+		for _, lack := range lacks {
+			t.Errorf("%s can't %s: %v", role, lack.Need, lack.Err)
+		}
+	}
+	s.noViolations()
+}
+
 // info is what a stream and its consumers are like, as far as anybody could
 // change it.
 func info(t testing.TB, operator *bus.Conn, stream string) string {

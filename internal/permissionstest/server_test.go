@@ -43,7 +43,7 @@ func TestMain(m *testing.M) {
 
 const (
 	// patience bounds every wait; nothing takes near as long.
-	patience = time.Minute
+	patience = 2 * time.Minute
 	poll     = 5 * time.Millisecond
 	// logTail is how much of the server's log a failure shows.
 	logTail = 60

@@ -50,6 +50,12 @@ func (w *world) start(program, name string, args ...string) *proc {
 	return p
 }
 
+// begin starts a program.
+func (w *world) begin(program, name string, args ...string) *proc {
+	w.t.Helper()
+	return w.beginAs(exec.Command(w.program(program)), name, args...)
+}
+
 // beginAs starts a command as a worker or a scanner.
 func (w *world) beginAs(cmd *exec.Cmd, name string, args ...string) *proc {
 	w.t.Helper()
@@ -198,12 +204,6 @@ const (
 	command = "exec"
 	byURL   = "http"
 )
-
-// begin starts a program.
-func (w *world) begin(program, name string, args ...string) *proc {
-	w.t.Helper()
-	return w.beginAs(exec.Command(w.program(program)), name, args...)
-}
 
 // asking starts a worker whose steps the test answers.
 func (w *world) asking(handler, name string, args ...string) *proc {

@@ -1,10 +1,13 @@
 package systemtest
 
 import (
+	"context"
 	"fmt"
 	"slices"
+	"sync"
 	"testing"
 
+	"reveille/bus"
 	"reveille/claims"
 )
 
@@ -61,25 +64,57 @@ func TestSaturation(t *testing.T) {
 		next++
 	}
 
-	// Only b frees its slots, and new wakes come in meanwhile.
+	// Only b frees its slots, while sessions behind those are woken all the time.
+	quiet := w.wakeAgain(flood)
 	for ; next < ordered; next++ {
 		i := slices.IndexFunc(running, func(c *call) bool { return c.Worker == "b" })
-		w.publish(wakeOf(session("late", next), input("in", claims.Queue)))
 		running[i].end(w)
 		running[i] = w.takes("b", next)
 	}
+	quiet()
+	w.applied()
+	w.saturated(running)
 	for _, c := range running {
 		c.end(w)
 	}
-	for range flood + ordered - 2 { // the late ones are behind the flood
-		w.steps.next("a step of what waits").end(w)
+	for range flood {
+		w.steps.next("a step of the flood").end(w)
 	}
-	w.idle(2*slots + ordered + flood + ordered - 2 + 1)
+	w.idle(2*slots + 1 + ordered + flood)
 	w.verify()
 	for _, s := range interrupted {
 		w.wantLog(s, `input.admitted(in) execution.started input.promoted(in) step.started(in)
 			execution.cancelling step.interrupted execution.ended(interrupted)`)
 	}
+}
+
+// wakeAgain wakes the sessions of the flood once more, one after the other as
+// fast as it can, until it is told to be quiet.
+func (w *world) wakeAgain(flood int) (quiet func()) {
+	stop := make(chan struct{})
+	var wg sync.WaitGroup
+	for i := range 4 {
+		wg.Go(func() {
+			p := bus.NewPublisher(w.conn)
+			for n := i; ; n++ {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				if _, err := p.Publish(context.Background(), wakeOf(session("flood", n%flood), nil), bus.Publishing{}); err != nil {
+					w.t.Errorf("waking: %v", err)
+					return
+				}
+			}
+		})
+	}
+	quiet = sync.OnceFunc(func() {
+		close(stop)
+		wg.Wait()
+	})
+	w.t.Cleanup(quiet)
+	return quiet
 }
 
 // saturated checks that the steps run on, and nothing else does.

@@ -51,17 +51,18 @@ func TestMain(m *testing.M) {
 		if !race {
 			binaries = fast
 		}
-		for _, args := range [][]string{{"-o", fast + "/"}, {"-race", "-o", binaries + "/"}} {
-			if args[0] == "-race" && !race {
-				continue
-			}
-			build := exec.Command("go", append(append([]string{"build"}, args...),
-				"reveille/cmd/worker", "reveille/cmd/scanner", "reveille/internal/systemtest/peer")...)
-			build.Stderr = os.Stderr
-			if err := build.Run(); err != nil {
-				fmt.Fprintln(os.Stderr, "building the programs:", err)
-				return 1
-			}
+		build := func(args ...string) error {
+			cmd := exec.Command("go", append([]string{"build", "-o"}, args...)...)
+			cmd.Stderr = os.Stderr
+			return cmd.Run()
+		}
+		const worker, scanner, peer = "reveille/cmd/worker", "reveille/cmd/scanner", "reveille/internal/systemtest/peer"
+		if race {
+			err = build(binaries+"/", "-race", worker, scanner, peer)
+		}
+		if err = errors.Join(err, build(fast+"/", worker, scanner, peer)); err != nil {
+			fmt.Fprintln(os.Stderr, "building the programs:", err)
+			return 1
 		}
 		return m.Run()
 	}())

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -405,6 +406,65 @@ func pooler(t *testing.T, databaseURL string, change func(parameters map[string]
 		_, _ = io.Copy(client, db)
 	})
 	return u.String()
+}
+
+// freezer forwards to the database until it is frozen: from then on it takes all and says nothing.
+func freezer(t *testing.T, databaseURL string) (through string, freeze func()) {
+	t.Helper()
+	u, err := url.Parse(databaseURL)
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := u.Host
+	var frozen atomic.Bool
+	forward := func(to io.Writer, from net.Conn) {
+		buf := make([]byte, 4096)
+		for {
+			n, err := from.Read(buf)
+			if err != nil {
+				return
+			}
+			if frozen.Load() {
+				continue
+			}
+			if _, err := to.Write(buf[:n]); err != nil {
+				return
+			}
+		}
+	}
+	u.Host = listen(t, func(client net.Conn) {
+		db, err := net.Dial("tcp", server)
+		if err != nil {
+			return
+		}
+		go func() {
+			defer db.Close()
+			forward(client, db)
+		}()
+		defer db.Close()
+		forward(db, client)
+	})
+	return u.String(), func() { frozen.Store(true) }
+}
+
+// TestDatabaseThatFreezes while it is looked at: each check says so, and all end.
+func TestDatabaseThatFreezes(t *testing.T) {
+	t.Parallel()
+	through, freeze := freezer(t, dbtest.New(t))
+	o := Options{DatabaseURL: through, NATS: nowhere, Timeout: 5 * time.Second, MaxClockSkew: time.Minute}
+	o.NATS.Logger = slog.New(slog.DiscardHandler)
+	var got []string
+	err := Run(t.Context(), o, func(f Finding) error {
+		if f.Check == checkSchema {
+			freeze()
+		}
+		got = append(got, string(f.Status)+" "+f.Check)
+		return nil
+	})
+	want := []string{"ok database", "ok schema", "FAIL clock", "FAIL workers", "FAIL quarantine", "FAIL overdue", "FAIL nats"}
+	if err != nil || !slices.Equal(got, want) {
+		t.Errorf("got %q, %v, want %q", got, err, want)
+	}
 }
 
 // TestIsolation: what a pooler on the way makes of it is found, and what the fix says is enough.
