@@ -120,7 +120,7 @@ func stepDown(ctx context.Context, c *Conn, stream string) {
 	_, _ = c.request(ctx, apiPrefix+"STREAM.LEADER.STEPDOWN."+stream, struct{}{}) // without a leader there is nothing to give
 }
 
-// TestI25_LeadersComeAndGo: a thousand sessions with thirty events each, three relays that race, lose requests and
+// TestI25_LeadersComeAndGo: two hundred sessions with twenty events each, three relays that race, lose requests and
 // answers and are started anew, on a stream of three replicas whose leader is stopped and moved all the while. The stream
 // has the same events, in the same order, none twice.
 func TestI25_LeadersComeAndGo(t *testing.T) {
@@ -134,7 +134,7 @@ func TestI25_LeadersComeAndGo(t *testing.T) {
 		return err == nil
 	})
 	l := newMemLog()
-	const sessions, rounds, each = 1000, 10, 3
+	const sessions, rounds, each = 200, 10, 2
 	var relays [3]*Relay
 	var stops [3]func()
 	begin := func(i int) {

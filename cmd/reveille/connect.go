@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/url"
 	"strconv"
+	"strings"
 
 	"github.com/nats-io/nats.go/jetstream"
 
@@ -79,10 +80,24 @@ func (n *natsFlags) connect(ctx context.Context, s streams) (*bus.Conn, error) {
 	case ctx.Err() != nil:
 		return nil, stopped()
 	case errors.Is(err, context.DeadlineExceeded):
-		return nil, fmt.Errorf("no NATS server at %s%s: start one with reveille dev, or name one with --nats-url (%w)", n.NATSURL, s.servers.named("nats-url"), err)
+		return nil, fmt.Errorf("no NATS server at %s%s: start one with reveille dev, or name one with --nats-url (%w)", redacted(n.NATSURL), s.servers.named("nats-url"), err)
 	default:
 		return nil, err
 	}
+}
+
+// redacted are servers without their passwords.
+func redacted(servers string) string {
+	all := strings.Split(servers, ",")
+	for i, server := range all {
+		u, err := url.Parse(strings.TrimSpace(server))
+		if err != nil {
+			all[i] = "an address that is none"
+			continue
+		}
+		all[i] = u.Redacted()
+	}
+	return strings.Join(all, ",")
 }
 
 // exitStopped is what shells show for a program that SIGINT ended.

@@ -117,6 +117,7 @@ func TestUnreachable(t *testing.T) {
 		"wake s1 --nats-url nats://127.0.0.1:1 --timeout 200ms":                        "no NATS server at nats://127.0.0.1:1: start one with reveille dev",
 		"sessions --database-url postgres://u:secret@127.0.0.1:1/x --timeout 200ms":    "the database at 127.0.0.1:1 does not answer",
 		"migrate --database-url postgres://u:secret@127.0.0.1:1/x":                     "the database at 127.0.0.1:1 does not answer",
+		"wake s1 --nats-url nats://u:secret@127.0.0.1:1 --timeout 200ms":               "no NATS server at nats://u:xxxxx@127.0.0.1:1: start one with reveille dev",
 		"watch --namespace other --nats-url nats://127.0.0.1:1 --timeout 200ms --json": "no NATS server at nats://127.0.0.1:1",
 	} {
 		_, stderr, code := call(t, strings.Fields(args)...)

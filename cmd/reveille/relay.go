@@ -29,6 +29,8 @@ type relayCmd struct {
 	natsFlags
 	Replicas  int           `help:"Replicas of the streams, where they are missing." default:"1"`
 	Retention time.Duration `help:"How long the streams keep events, where they are missing." default:"168h"`
+	// What a new command stream stamps must be later than what an earlier one did (I18).
+	MaxClockSkew time.Duration `help:"Largest difference between two clocks, waited before the command stream is made where it is missing." default:"1s"`
 }
 
 func (c *relayCmd) run(ctx context.Context, s streams) error {
@@ -46,7 +48,7 @@ func (c *relayCmd) run(ctx context.Context, s streams) error {
 		return err
 	}
 	defer conn.Close()
-	if _, err := conn.Ensure(ctx, bus.StreamOptions{Replicas: c.Replicas, Retention: c.Retention}); err != nil {
+	if _, err := conn.Ensure(ctx, bus.StreamOptions{Replicas: c.Replicas, Retention: c.Retention, MaxClockSkew: c.MaxClockSkew}); err != nil {
 		return err
 	}
 	total, err := store.CountRelayed(ctx)
