@@ -126,7 +126,8 @@ func stepDown(ctx context.Context, c *Conn, stream string) {
 func TestI25_LeadersComeAndGo(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
-	rng, mu := rand.New(rand.NewPCG(seed, 3)), &sync.Mutex{}
+	faults, mu := rand.New(rand.NewPCG(seed, 3)), &sync.Mutex{} // the relays' own
+	pokes := rand.New(rand.NewPCG(seed, 4))
 	nodes := startCluster(t)
 	conns := [3]*Conn{nodes.connect(0), nodes.connect(1), nodes.connect(2)}
 	eventually(t, "the streams, of three replicas", func() bool {
@@ -139,7 +140,7 @@ func TestI25_LeadersComeAndGo(t *testing.T) {
 	var stops [3]func()
 	begin := func(i int) {
 		relays[i] = NewRelay(conns[i], replayLog{l}, RelayOptions{})
-		relays[i].publish = faulty(rng, mu, relays[i].publish)
+		relays[i].publish = faulty(faults, mu, relays[i].publish)
 		stops[i] = run(t, relays[i].Run)
 	}
 	for i := range relays {
@@ -152,7 +153,7 @@ func TestI25_LeadersComeAndGo(t *testing.T) {
 		for n := range sessions {
 			l.add(session(n), each)
 			for _, r := range relays {
-				if rng.IntN(3) > 0 {
+				if pokes.IntN(3) > 0 {
 					r.Poke(session(n))
 				}
 			}
