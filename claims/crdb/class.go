@@ -97,11 +97,13 @@ func isClosed(err error) bool {
 }
 
 // Unavailable reports whether an error says that the database, or its schema,
-// is not there yet: worth waiting for. A wrong password or a bad URL is not.
+// is not there yet, or that it broke a read off: worth waiting for. A wrong
+// password or a bad URL is not.
 func Unavailable(err error) bool {
 	var pg *pgconn.PgError
 	if errors.As(err, &pg) {
-		return classify(err, beforeCommit) == retryable
+		c := classify(err, beforeCommit)
+		return c == retryable || c == ambiguous
 	}
 	return errors.Is(err, ErrNoSchema) || isConnection(err)
 }

@@ -213,3 +213,30 @@ func TestGatewaysWithOtherClocks(t *testing.T) {
 		execution.started step.started(b<handover0) step.ended execution.ended(completed)`)
 	r.check()
 }
+
+// A read that the database breaks off decides nothing, so it is done again; one that it breaks off again and again is an
+// error that a program which starts waits out.
+func TestReadsUnderFaults(t *testing.T) {
+	r, p := proxied(t, crdb.Options{})
+	for _, f := range []faultproxy.Fault{
+		{Kind: faultproxy.Restart, At: 1},
+		{Kind: faultproxy.Restart, At: faultproxy.Commit},
+		{Kind: faultproxy.UnknownApplied, At: faultproxy.Commit},
+		{Kind: faultproxy.UnknownDropped, At: faultproxy.Commit},
+	} {
+		p.Arm(f)
+		if err := r.store.CheckSchema(t.Context()); err != nil {
+			t.Errorf("%v: %v", f, err)
+		}
+		if p.Disarm() != 1 {
+			t.Errorf("%v did not happen", f)
+		}
+		for range 3 {
+			p.Arm(f)
+		}
+		if err := r.store.CheckSchema(t.Context()); err == nil || !crdb.Unavailable(err) {
+			t.Errorf("%v, three times: %v, want an error that is worth waiting for", f, err)
+		}
+		p.Disarm()
+	}
+}

@@ -42,6 +42,8 @@ const (
 	// maxAttempts bounds the conflicts one operation sits out before it answers
 	// an error; its caller decides whether to go on.
 	maxAttempts = 30
+	// maxReads bounds how often a read is begun that the database breaks off.
+	maxReads = 3
 	firstPause  = 2 * time.Millisecond
 	longestWait = 250 * time.Millisecond
 	// beatConns: a heartbeat, and a read beside it.
@@ -297,14 +299,26 @@ func query[T any](ctx context.Context, s *Store, op, statement string, scan pgx.
 }
 
 func queryOn[T any](ctx context.Context, s *Store, pool *pgxpool.Pool, op, statement string, scan pgx.RowToFunc[T], args ...any) ([]T, error) {
+	for attempt := 1; ; attempt++ {
+		out, err := readOn(ctx, s, pool, statement, scan, args...)
+		if err == nil {
+			return out, nil
+		}
+		var pg *pgconn.PgError // without one the server is gone, and the caller knows how long to wait for it
+		if again := errors.As(err, &pg) && Unavailable(err); !again || attempt == maxReads || ctx.Err() != nil {
+			return nil, fmt.Errorf("%s: %w", op, err)
+		}
+	}
+}
+
+func readOn[T any](ctx context.Context, s *Store, pool *pgxpool.Pool, statement string, scan pgx.RowToFunc[T], args ...any) (out []T, err error) {
 	conn, err := pool.Acquire(ctx) // see attempt
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", op, err)
+		return nil, err
 	}
 	defer conn.Release()
 	ctx, cancel := context.WithTimeout(ctx, s.opts.Timeout)
 	defer cancel()
-	var out []T
 	err = pgx.BeginTxFunc(ctx, conn, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
 		rows, err := tx.Query(ctx, statement, args...)
 		if err != nil {
@@ -313,10 +327,7 @@ func queryOn[T any](ctx context.Context, s *Store, pool *pgxpool.Pool, op, state
 		out, err = pgx.CollectRows(rows, scan)
 		return err
 	})
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", op, err)
-	}
-	return out, nil
+	return out, err
 }
 
 // exec runs one idempotent statement as its own transaction, with run's

@@ -2,96 +2,54 @@ package crashtest
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/nats-io/nats.go/jetstream"
 
 	"reveille/claims"
+	"reveille/internal/judge"
 )
-
-// event is the envelope of contract.md section 2.
-type event struct {
-	Session   string
-	Seq       int64
-	Type      claims.EventType
-	Time      time.Time
-	Execution string
-	Epoch     int64
-	Step      string
-	Data      json.RawMessage
-}
-
-// data is what of all events' data is looked at.
-type data struct {
-	Input     string
-	Reason    string
-	Step      string
-	Outcome   claims.ExecutionOutcome
-	Index     int
-	Inputs    []string
-	Continues *struct {
-		Kind claims.ContinuationKind
-		Step string
-	}
-	Code     claims.FailureCode
-	Continue bool
-}
-
-// left is what the tables say of a session.
-type left struct {
-	ID, Execution, Quarantine  string
-	Epoch, LastSeq, CommandSeq int64
-	Reason, OpenStep           string // of the quarantine, and the step that its evidence says was open
-}
-
-// row is an input as the table has it.
-type row struct{ Session, ID, State, Step string }
 
 // verify holds what is left against what was sent.
 func verify(w *world, all []sent, tr trial) {
 	w.t.Helper()
-	var sessions []left
-	var inputs []row
+	var sessions []judge.Row
+	var inputs []judge.Input
 	w.rows(&sessions, `SELECT s.session_id AS id, COALESCE(s.execution_id::TEXT, '') AS execution,
 			COALESCE(s.quarantine_id::TEXT, '') AS quarantine, s.epoch, s.last_seq, s.command_seq,
 			COALESCE(q.reason, '') AS reason, COALESCE(q.evidence::JSONB -> 'claim' ->> 'step_id', '') AS open_step
 		FROM sessions s LEFT JOIN quarantines q ON q.session_id = s.session_id AND q.quarantine_id = s.quarantine_id
 		ORDER BY s.session_id`)
 	w.rows(&inputs, `SELECT session_id AS session, input_id AS id, state, COALESCE(step_id::TEXT, '') AS step FROM inputs`)
+	rules := judge.Rules{Refusal: refused}
+	for _, r := range tr.reasons {
+		rules.Reasons = append(rules.Reasons, string(r))
+	}
 	stream, alerts, started := w.stream("RV_EVENTS"), w.stream("RV_QUARANTINE"), w.handlerLines()
 	checked := map[claims.SessionID]bool{}
 	for _, s := range sessions {
 		id := claims.SessionID(s.ID)
 		checked[id] = true
-		c := &check{s: s, inputs: map[string]row{}, tr: tr}
+		log := w.log(s.ID)
+		c := judge.Session{Row: s, Log: log, Stream: stream[s.ID], Alerts: alerts[s.ID], Calls: started[s.ID]}
 		for _, cmd := range all {
 			if cmd.session == id {
-				c.sent = append(c.sent, cmd)
+				c.Commands = append(c.Commands, cmd.judged())
 			}
 		}
 		for _, in := range inputs {
 			if in.Session == s.ID {
-				c.inputs[in.ID] = in
+				c.Inputs = append(c.Inputs, in)
 			}
 		}
-		log := w.log(s.ID)
-		if !slices.Equal(log, stream[s.ID]) {
-			c.wrong("the stream has %d events, the database %d, or they differ:\n%s", len(stream[s.ID]), len(log), strings.Join(stream[s.ID], "\n"))
-		}
-		c.all(log, started[s.ID])
-		if alert := slices.DeleteFunc(slices.Clone(log), func(line string) bool { return !strings.Contains(line, `"type":"session.quarantined"`) }); !slices.Equal(alert, alerts[s.ID]) {
-			c.wrong("for alerts there is %q, want %q", alerts[s.ID], alert)
-		}
-		if len(c.problems) > 0 {
-			w.t.Errorf("session %s:\n- %s\n%s", s.ID, strings.Join(c.problems, "\n- "), w.story(c, log))
+		if problems := judge.Judge(rules, c); len(problems) > 0 {
+			w.t.Errorf("session %s:\n- %s\n%s", s.ID, strings.Join(problems, "\n- "), w.story(c))
 		}
 	}
 	for _, cmd := range all {
@@ -113,10 +71,10 @@ func (w *world) rows(into any, query string) {
 	rows, err := w.db.Query(context.Background(), query)
 	if err == nil {
 		switch into := into.(type) {
-		case *[]left:
-			*into, err = pgx.CollectRows(rows, pgx.RowToStructByName[left])
-		case *[]row:
-			*into, err = pgx.CollectRows(rows, pgx.RowToStructByName[row])
+		case *[]judge.Row:
+			*into, err = pgx.CollectRows(rows, pgx.RowToStructByName[judge.Row])
+		case *[]judge.Input:
+			*into, err = pgx.CollectRows(rows, pgx.RowToStructByName[judge.Input])
 		}
 	}
 	if err != nil {
@@ -178,20 +136,21 @@ func (w *world) stream(stream string) map[string][]string {
 	return out
 }
 
-// handlerLines are what the handlers wrote, by session: start or end, epoch, step.
-func (w *world) handlerLines() map[string][][]string {
+// handlerLines are what the handlers wrote, by session.
+func (w *world) handlerLines() map[string][]judge.Call {
 	w.t.Helper()
 	text, err := os.ReadFile(w.stepsFile())
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	out := map[string][][]string{}
+	out := map[string][]judge.Call{}
 	for line := range strings.Lines(string(text)) {
-		if f := strings.Fields(line); len(f) == 4 {
-			out[f[1]] = append(out[f[1]], []string{f[0], f[2], f[3]})
-		} else {
-			w.t.Errorf("a handler wrote %q", line)
+		var c judge.Call
+		var session string
+		if n, err := fmt.Sscan(line, &c.What, &session, &c.Epoch, &c.Step); n != 4 {
+			w.t.Errorf("a handler wrote %q: %v", line, err)
 		}
+		out[session] = append(out[session], c)
 	}
 	return out
 }
@@ -224,22 +183,30 @@ func conflicts(all []sent, c sent) bool {
 	})
 }
 
+// judged is a command as the judge has it.
+func (c sent) judged() judge.Command {
+	return judge.Command{
+		Session: string(c.session), Kind: string(c.kind), Input: c.input, Delivery: string(c.delivery), Body: c.body, Reason: c.reason,
+		Discard: c.discard, NotBefore: c.notAt, Seq: c.seq, Sent: c.at,
+	}
+}
+
 // story is all that is known of a session, for a failure's message.
-func (w *world) story(c *check, log []string) string {
+func (w *world) story(c judge.Session) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "row: %+v\n", c.s)
-	for _, cmd := range c.sent {
-		fmt.Fprintf(&b, "%d %s %s %q %s %s discard %v not before %v sent %v\n", cmd.seq, cmd.kind, cmd.input, cmd.body, cmd.delivery, cmd.reason, cmd.discard, cmd.notAt, cmd.at.UTC())
+	fmt.Fprintf(&b, "row: %+v\n", c.Row)
+	for _, cmd := range c.Commands {
+		fmt.Fprintf(&b, "command: %+v\n", cmd)
 	}
-	for _, in := range c.inputs {
-		fmt.Fprintf(&b, "input %+v\n", in)
+	for _, in := range c.Inputs {
+		fmt.Fprintf(&b, "input: %+v\n", in)
 	}
-	b.WriteString(strings.Join(log, "\n") + "\n")
+	b.WriteString(strings.Join(c.Log, "\n") + "\n")
 	logs, _ := filepath.Glob(filepath.Join(w.dir, "*.log"))
 	for _, path := range logs {
 		text, _ := os.ReadFile(path)
 		for line := range strings.Lines(string(text)) {
-			if strings.Contains(line, "session="+c.s.ID+" ") {
+			if strings.Contains(line, "session="+c.Row.ID+" ") {
 				b.WriteString(filepath.Base(path) + " " + line)
 			}
 		}
