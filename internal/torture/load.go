@@ -21,7 +21,7 @@ const (
 	// lasting are the sessions of a driver that get one thing after another; a fresh one gets one.
 	lasting = 5
 	// mostBusy and mostQueued bound what waits: the load waits for the workers.
-	mostBusy, mostQueued = 14, 40
+	mostBusy, mostQueued = 40, 60
 	// tick is between two things that a driver does.
 	tick = 120 * time.Millisecond
 	// delay is of what is not due at once.
@@ -240,7 +240,7 @@ func (d *driver) send(subject, body string) (seq uint64, attempts int) {
 		if err == nil {
 			return ack.Sequence, attempts
 		}
-		if attempts%40 == 0 { // some seconds at the least
+		if attempts%10 == 0 {
 			d.h.note("driver %d has tried %d times to publish on %s: %v", d.number, attempts, subject, err)
 		}
 		time.Sleep(pollEvery) // the servers come back: the load ends after the faults

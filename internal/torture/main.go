@@ -200,7 +200,7 @@ func (v *verifier) report(o options, idle time.Duration, left []string) {
 		fmt.Printf("not possible here: %q\n", left)
 	}
 	if len(c.overlaps) > 0 {
-		fmt.Printf("handlers in Go of workers that could not run overlapped %d times, at most %v (I7)\n", len(c.overlaps), slices.Max(c.overlaps))
+		fmt.Printf("handlers of workers that could not run overlapped with the next %d times, for at most %v (I7)\n", len(c.overlaps), slices.Max(c.overlaps))
 	}
 	fmt.Printf("linearizable: %d sessions, not decided in time: %d\n", c.linear, c.unknown)
 	fmt.Printf("idle %.1fs after the faults; violations: %d (seed %d)\n", idle.Seconds(), len(v.found), o.Seed)

@@ -183,7 +183,8 @@ func (v *verifier) rejected(ctx context.Context) error {
 	return nil
 }
 
-// overlaps: two handlers of one session at once are allowed only where the first is in Go and its worker could not run.
+// overlaps: two handlers of one session at once are allowed only where the worker of the first could not run, and so could
+// not stop it: until it can again, and a moment longer (I7).
 func (v *verifier) overlaps() {
 	for _, l := range v.lines {
 		if l.What != truth.Overlap {
@@ -198,26 +199,24 @@ func (v *verifier) overlaps() {
 			}
 		}
 		i := slices.IndexFunc(v.lines, func(o truth.Line) bool { return o.What == truth.Over && o.Step == l.Step })
-		held := "without end"
+		held, end := "without end", l.At
 		if i >= 0 {
-			held = v.lines[i].Held.String()
+			held, end = v.lines[i].Held.String(), v.lines[i].At
 		}
-		if holder != nil && holder.Kind == truth.Go && v.h.asleep(holder.Worker, l.At) {
-			if i >= 0 {
-				v.counts.overlaps = append(v.counts.overlaps, v.lines[i].Held)
-			}
+		if holder != nil && v.h.asleep(holder.Worker, l.At) && v.h.asleep(holder.Worker, end) {
+			v.counts.overlaps = append(v.counts.overlaps, end.Sub(l.At))
 			continue
 		}
 		v.wrong(l.Session, l.At, "step %s of %s was called while %+v was there, for %s (I1, I7)", l.Step, l.Worker, holder, held)
 	}
 }
 
-// joined: a step that was closed as joined had nothing left of it (I10); one whose worker was lost, too, unless it is one
-// in Go of a worker that could not run.
+// joined: a step that was closed as joined had nothing left of it (I10); one whose worker was lost, too, unless that could
+// not run (I7).
 func (v *verifier) joined() {
 	for _, s := range v.h.suspects {
 		i := slices.IndexFunc(v.lines, func(l truth.Line) bool { return l.What == truth.Start && l.Step == s.step })
-		if i >= 0 && s.code == "worker_lost" && v.lines[i].Kind == truth.Go && v.h.asleep(v.lines[i].Worker, s.at) {
+		if i >= 0 && s.code == "worker_lost" && v.h.asleep(v.lines[i].Worker, s.at) {
 			continue
 		}
 		v.wrong(s.session, s.at, "%s %s of step %s, and something of it lived (I10)", s.kind, s.code, s.step)
