@@ -11,7 +11,8 @@ import (
 // Result is what an exploration found.
 type Result struct {
 	States, Transitions, Depth int
-	Rests                      int // states that I32 asks every other to reach
+	Rests                      int   // states that I32 asks every other to reach
+	Taken                      []int // how often each action was
 	// Violation is nil where every property holds.
 	Violation *Violation
 }
@@ -56,7 +57,7 @@ type explorer struct {
 // Where none does, it looks from which states the system gets to no rest.
 func Check(c Config, limit int) (Result, error) {
 	x := &explorer{c: &c, slots: make([]int32, 1<<16), seed: maphash.MakeSeed()}
-	var r Result
+	r := Result{Taken: make([]int, len(actions))}
 	x.find(state{Left: c.Budget}.canonical(), -1)
 	for level, at := 0, 0; at < len(x.states); at++ {
 		if at == level { // all of a depth are found before the first of the next is looked at
@@ -70,7 +71,10 @@ func Check(c Config, limit int) (Result, error) {
 		if len(x.states) > limit {
 			return r, fmt.Errorf("%w of %d", errTooLarge, limit)
 		}
-		r.Transitions += x.expand(at)
+		x.expand(at, r.Taken)
+	}
+	for _, n := range r.Taken {
+		r.Transitions += n
 	}
 	r.States = len(x.states)
 	var stuck int
@@ -80,12 +84,12 @@ func Check(c Config, limit int) (Result, error) {
 	return r, nil
 }
 
-// expand finds the successors of a state.
-func (x *explorer) expand(at int) (n int) {
+// expand finds the successors of a state, and counts the actions that lead there.
+func (x *explorer) expand(at int, taken []int) {
 	from := x.states[at]
-	for _, a := range actions {
+	for k, a := range actions {
 		a.next(x.c, from, func(s state, _ int) {
-			n++
+			taken[k]++
 			i := x.find(s.canonical(), int32(at))
 			if a.who == system {
 				x.edges = append(x.edges, i)
@@ -93,7 +97,6 @@ func (x *explorer) expand(at int) (n int) {
 		})
 	}
 	x.ends = append(x.ends, len(x.edges))
-	return n
 }
 
 // find is the index of a state, which is added where it is new.

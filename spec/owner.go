@@ -57,7 +57,7 @@ func acquire(c *Config, s state, to emit) {
 		switch {
 		case w.PC != acquiring:
 			return
-		case c.mayAcquire(n) && w.Lease != expired:
+		case c.mayAcquire(n) && (w.Lease != expired || c.Rules.AcquireWithoutLease):
 			c.inserted(n, i)
 			w.PC, w.Own = started, true
 		default:
@@ -102,7 +102,7 @@ func land(c *Config, s state, to emit) {
 		n := s
 		w := &n.Workers[i]
 		late := w.Late
-		if late == landed || !c.mayAcquire(&n) || late == ofHolder && w.Lease == expired {
+		if late == landed || !c.mayAcquire(&n) || late == ofHolder && w.Lease == expired && !c.Rules.AcquireWithoutLease {
 			continue
 		}
 		c.inserted(&n, i)
@@ -131,9 +131,13 @@ func resolve(c *Config, s state, to emit) {
 		if w.PC != unsure {
 			return
 		}
-		if c.Rules.UnknownIsAcquired {
+		switch {
+		case c.Rules.UnknownIsAcquired:
 			w.PC = started
-		} else {
+		case c.Rules.NoResolution:
+			w.Own = false
+			n.leave(i)
+		default:
 			c.settle(n, i, claims.OpHandOver)
 			n.leave(i)
 		}

@@ -156,11 +156,14 @@ func forget(c *Config, s state, to emit) {
 // "Once a minute a process reads all claims it holds and then looks each up in
 // its registry: one that is not there is revoked (unknown)" (I3).
 func minuteCheck(c *Config, s state, to emit) {
+	if c.Rules.LooksUpFirst {
+		lookUp(s, to)
+	}
 	if c.Rules.NoMinuteCheck || s.Claim.Phase == noClaim || s.Claim.Revoked != noCause {
 		return
 	}
 	each(s, func(n *state, i int, w *worker) {
-		if !n.holds(i) || w.Lease != trusted || c.inRegistry(w) {
+		if !n.holds(i) || w.Lease != trusted || c.inRegistry(w) && !w.Looked {
 			return
 		}
 		if w.Own {
@@ -173,6 +176,18 @@ func minuteCheck(c *Config, s state, to emit) {
 		if n.holds(workers+i) && sc.Lease == trusted && !sc.Own {
 			n.Claim.Revoked = unknown
 			to(*n, workers+i)
+		}
+	})
+}
+
+// lookUp is the first half of a minute check in the wrong order. In the right one
+// the two halves are as good as one: an id is registered before its claim can be
+// read, and a revocation is fenced by that id.
+func lookUp(s state, to emit) {
+	each(s, func(n *state, i int, w *worker) {
+		if w.PC == idle && !w.Looked {
+			w.Looked = true
+			to(*n, i)
 		}
 	})
 }

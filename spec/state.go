@@ -103,6 +103,7 @@ type worker struct {
 	Stuck    bool // something of the step never joins
 	Freed    bool // ghost: its handler may overlap: the lease ended over it, or an operator released
 	Draining bool
+	Looked   bool // of a mutant's minute check: nothing was registered
 }
 
 // alive: the handler, or a finalizer of it.
@@ -346,7 +347,7 @@ func (w worker) key() uint64 {
 	k = k<<4 | uint64(w.Heard)
 	k = k<<4 | uint64(w.Lease)
 	k = k<<4 | uint64(w.Late)
-	for _, b := range [...]bool{w.Own, w.Behind, w.Lapsed, w.Stalled, w.Stuck, w.Freed, w.Draining} {
+	for _, b := range [...]bool{w.Own, w.Behind, w.Lapsed, w.Stalled, w.Stuck, w.Freed, w.Draining, w.Looked} {
 		k <<= 1
 		if b {
 			k |= 1

@@ -8,6 +8,7 @@ type Rules struct {
 	AcquireOverwrites       bool // I2: an expired claim is overwritten
 	UnknownIsAcquired       bool // I3: a commit whose outcome is unknown counts as an acquisition
 	NoMinuteCheck           bool // I3: nobody compares the claims of a process with its registry
+	LooksUpFirst            bool // I3: the registry is looked at before the claims are read
 	HeartbeatRevives        bool // I4: a heartbeat extends an expired lease
 	NoExecutionFence        bool // I5: an owner's statement names the session only
 	TakeoverKeepsExecution  bool // I6: the old owner's fence still matches
@@ -25,6 +26,7 @@ type Rules struct {
 	PromiseNotConsumed      bool // I23: a promoted continuation stays
 	RecoveryArmsInputs      bool // I23: what a lost step covered is armed again as well
 	HandOverPromisesNothing bool // I5, section 4: a removal with an open step leaves no continuation
+	DeclinedIsQuarantined   bool // I26: an expired cancelled claim counts as uncertain
 	CancellingIsRecovered   bool // I26: an expired cancelling claim is taken over and converted
 	InterruptSkipsExpired   bool // section 3: an interrupt does not revoke an expired claim
 	InterruptSkipsScanner   bool // section 3: an interrupt does not raise the scanner's verdict
@@ -33,6 +35,10 @@ type Rules struct {
 	QuarantineRuns          bool // I30: acquisition does not look for a quarantine
 	ReleaseForgetsStep      bool // I30: a release does not close the quarantined step
 	NoTakeover              bool // I32: nobody recovers
+
+	// Two rules cost only time where they are broken: see TestSpared.
+	NoResolution        bool // I3: an acquisition in doubt is left to the minute's check
+	AcquireWithoutLease bool // I2: the holder's own lease is not asked in the statement
 }
 
 // view is all of a claim that decides a transition; the model's own form of
@@ -117,6 +123,8 @@ func (r Rules) broken(v view, op claims.Op, effect claims.Effect) claims.Effect 
 		return claims.Continue
 	case r.CancellingIsRecovered && op == claims.OpScan && effect == claims.ToQuarantine && v.phase == cancelling:
 		return claims.TakeOver
+	case r.DeclinedIsQuarantined && op == claims.OpScan && effect == claims.Remove:
+		return claims.ToQuarantine
 	case r.InterruptSkipsExpired && op == claims.OpInterrupt && effect == claims.MarkRevoked:
 		return claims.NoChange
 	case r.InterruptSkipsScanner && effect == claims.RaiseVerdict:
