@@ -1,6 +1,6 @@
 # Everything a developer types. Variables: ARGS of `make run`; PKG and RUN of `make test`.
 .DEFAULT_GOAL := help
-.PHONY: help run build test e2e check clean
+.PHONY: help run build test e2e spec check clean
 
 PKG ?= ./...
 ARGS ?=
@@ -27,6 +27,9 @@ test: ## run the tests, with the race detector and a database (PKG=./claims/... 
 e2e: ## run the whole system from outside, as its users do
 	@scripts/ensure-database.sh
 	scripts/e2e.sh
+
+spec: ## explore the model of the claim protocol in its large bounds (minutes, 4 GiB)
+	RV_TEST_SPEC=large go test -count=1 -timeout 1h -v -run TestLarge ./spec
 
 check: ## formatting, modules, vet, staticcheck, import directions
 	@unformatted=$$($(TOOL) gofumpt -l .) || exit 1; \

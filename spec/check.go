@@ -30,7 +30,7 @@ func (v *Violation) String() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%v\n", v.Property)
 	for i, s := range v.Trace {
-		fmt.Fprintf(&b, "%3d  %-10s %-52s %s\n", i+1, s.Process, s.Action, s.After)
+		fmt.Fprintf(&b, "%3d  %-10s %-45s %s\n", i+1, s.Process, s.Action, s.After)
 	}
 	return b.String()
 }

@@ -44,6 +44,7 @@ var rules = []rule{
 	{folder: "bus", project: []string{"claims"}, tests: []string{"internal"}, why: "siblings don't import each other"},
 	{folder: "runner", project: []string{"claims"}, tests: []string{"internal", "worker"}, why: "siblings don't import each other"},
 	{folder: "recovery", project: []string{"claims"}, tests: []string{"internal"}, why: "siblings don't import each other"},
+	{folder: "spec", project: []string{"claims"}, stdlibOnly: true, why: "the model says what the rest has to do, and knows none of it"},
 	{folder: "internal", project: []string{"*"}, why: "nobody imports a command"},
 	{folder: "cmd", project: []string{"*"}, why: "a command imports no other"},
 	// What programs of others import to be a worker. Its wiring is shared by the commands: below cmd.
@@ -231,6 +232,9 @@ func TestRulesCatch(t *testing.T) {
 		{"cmd/worker", false, "reveille/cmd/worker/flags", true},
 		{"cmd/worker", false, "reveille/cmd/scanner", false},
 		{"cmd/worker", false, "github.com/nats-io/nats.go", true},
+		{"spec", true, "reveille/claims", true},
+		{"spec", true, "reveille/claims/crdb", false},
+		{"spec", false, "github.com/nats-io/nats.go", false},
 		{"dashboards", true, "reveille/runner", true},
 		{"dashboards", true, "github.com/jackc/pgx/v5", false},
 		{"", true, "reveille/bus", true},
