@@ -82,7 +82,7 @@ var actions = []action{
 	{"converts", system, convert},
 	{"ends an expired claim", system, endExpired},
 	{"forgets a claim it took over", outside, forget},
-	{"revokes a claim it does not know", system, minuteCheck},
+	{"compares its claims with its registry", system, minuteCheck},
 }
 
 // view is the claim as a process sees it; process -1 owns nothing.

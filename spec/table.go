@@ -52,8 +52,6 @@ type view struct {
 	scanner  bool
 }
 
-func (v view) live() bool { return v.lease && v.revoked == noCause }
-
 // The columns of the table: live, its lease expired, revoked.
 const (
 	live = iota
