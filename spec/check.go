@@ -233,7 +233,9 @@ func (s state) String() string {
 		}
 	}
 	k := s.Claim
-	add(k.Phase != noClaim, "of %s%s", processName(int(k.Holder)), map[bool]string{true: "", false: ", expired"}[s.leaseLive()])
+	add(k.Phase != noClaim && k.Present, "of %s", processName(int(k.Holder)))
+	add(k.Phase != noClaim && !k.Present, "of an old holder")
+	add(k.Phase != noClaim && !s.leaseLive(), "expired")
 	add(k.Revoked != noCause, "revoked %s", causeNames[k.Revoked])
 	add(k.Verdict != noCause, "verdict %s", causeNames[k.Verdict])
 	add(k.StepOpen, "step open")
