@@ -45,6 +45,8 @@ type Conn struct {
 
 	mu     sync.Mutex
 	denied map[string]bool // permission violations that were logged
+
+	remaker remaker
 }
 
 const (
@@ -63,6 +65,7 @@ func Connect(ctx context.Context, o Options) (*Conn, error) {
 		return nil, err
 	}
 	c := &Conn{ns: ns, log: orDiscard(o.Logger), closed: make(chan struct{}), denied: map[string]bool{}}
+	c.remaker.state.log = c.log
 	servers := cmp.Or(o.URL, nats.DefaultURL)
 	connected := make(chan struct{}, 1)
 	if c.nc, err = nats.Connect(servers, c.natsOptions(o, connected)...); err != nil {
@@ -170,13 +173,24 @@ func (c *Conn) JetStream() jetstream.JetStream { return c.js }
 // Namespace is the namespace that everything on this connection uses.
 func (c *Conn) Namespace() Namespace { return c.ns }
 
-// Ensure is Ensure on this connection, in its namespace.
+// Ensure is Ensure on this connection, in its namespace. Once it has succeeded,
+// the connection does the same by itself, in the background and at most once a
+// second, when what it publishes finds no stream: one that was deleted under a
+// running process is made again.
 func (c *Conn) Ensure(ctx context.Context, o StreamOptions) (*Streams, error) {
-	return Ensure(ctx, c.js, c.ns, o)
+	s, err := Ensure(ctx, c.js, c.ns, o)
+	if err != nil {
+		return s, err
+	}
+	if again := c.remaker.keep(o); again && len(s.Made) > 0 {
+		c.log.Warn("streams were missing, and are made again", "streams", strings.Join(s.Made, " "))
+	}
+	return s, nil
 }
 
 // Close flushes what was published, within two seconds, and closes.
 func (c *Conn) Close() {
+	c.remaker.close()
 	if c.nc.IsConnected() {
 		if err := c.nc.FlushTimeout(flushTimeout); err != nil {
 			c.log.Warn("closing NATS without a flush", "error", err)
@@ -299,7 +313,11 @@ func fatalPublish(err error) bool {
 func (c *Conn) publish(ctx context.Context, m *nats.Msg) (*jetstream.PubAck, error) {
 	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
 	defer cancel()
-	return c.js.PublishMsg(ctx, m, jetstream.WithRetryAttempts(0))
+	ack, err := c.js.PublishMsg(ctx, m, jetstream.WithRetryAttempts(0))
+	if errors.Is(err, jetstream.ErrNoStreamResponse) {
+		c.missed()
+	}
+	return ack, err
 }
 
 // FromNew makes Watch start with what is published next.

@@ -160,6 +160,9 @@ func (c *Conn) leaderGet(ctx context.Context, stream string, req getRequest) (Ra
 	case resp.Error != nil && resp.Error.ErrorCode == jetstream.JSErrCodeMessageNotFound:
 		return Raw{}, errNoMessage
 	case resp.Error != nil:
+		if errors.Is(resp.Error, jetstream.ErrStreamNotFound) {
+			c.missed()
+		}
 		return Raw{}, fmt.Errorf("get: %w", resp.Error)
 	case resp.Message == nil:
 		return Raw{}, errors.New("get: answer without a message")

@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/synadia-io/orbit.go/jetstreamext"
 
@@ -50,13 +51,18 @@ func (r *Relay) Verify(ctx context.Context, marks []Mark) (short []claims.Sessio
 				break
 			}
 			if err != nil {
-				return nil, fmt.Errorf("verifying the event stream: %w", err)
+				return nil, fmt.Errorf("verifying the event stream: %w", r.whyNot(ctx, err))
 			}
 			seq, err := strconv.ParseInt(m.Header.Get(HeaderSeq), 10, 64)
 			if err != nil {
 				continue // somebody else's message: Repair says so
 			}
 			ends[m.Subject] = seq
+		}
+		// The answers end without an error when the time does: what did not come
+		// would be taken for lost.
+		if err := ctx.Err(); err != nil {
+			return nil, fmt.Errorf("verifying the event stream: %w", err)
 		}
 	}
 	for i, m := range marks {
@@ -65,6 +71,23 @@ func (r *Relay) Verify(ctx context.Context, marks []Mark) (short []claims.Sessio
 		}
 	}
 	return short, nil
+}
+
+// whyNot says why nobody answers direct gets, and has a missing stream made.
+func (r *Relay) whyNot(ctx context.Context, err error) error {
+	if !errors.Is(err, nats.ErrNoResponders) {
+		return err
+	}
+	_, infoErr := streamInfo(ctx, r.conn.js, r.conn.ns.EventStream())
+	switch {
+	case errors.Is(infoErr, jetstream.ErrStreamNotFound):
+		r.conn.missed()
+		return infoErr
+	case infoErr != nil:
+		return infoErr
+	default:
+		return fmt.Errorf("%w: set allow_direct of %s, or wait for its leader", err, r.conn.ns.EventStream())
+	}
 }
 
 // Repair publishes again what the stream lost of a session and the database

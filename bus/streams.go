@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/google/uuid"
@@ -84,6 +85,8 @@ type Streams struct {
 	// them, so that a late acknowledgement for a stream that was deleted can't
 	// remove a message of its successor (I18).
 	CommandsID, ReadyID string
+	// Made are the names of the streams that this call made.
+	Made []string
 	// Findings are the differences to what this package would have made, one
 	// line each. Nothing of them was changed.
 	Findings []string
@@ -181,7 +184,11 @@ func checkVersion(version string) error {
 func (s *Streams) ensureStream(ctx context.Context, js jetstream.JetStream, ns Namespace, cfg jetstream.StreamConfig, o StreamOptions) (string, error) {
 	info, err := streamInfo(ctx, js, cfg.Name)
 	if errors.Is(err, jetstream.ErrStreamNotFound) {
+		cfg.Metadata = map[string]string{metadataID: strings.ReplaceAll(uuid.NewString(), "-", "")}
 		info, err = createStream(ctx, js, cfg, cfg.Name == ns.CommandStream(), o.MaxClockSkew)
+		if err == nil && info.Config.Metadata[metadataID] == cfg.Metadata[metadataID] {
+			s.Made = append(s.Made, cfg.Name)
+		}
 	}
 	if err != nil {
 		return "", err
@@ -222,7 +229,7 @@ func streamInfo(ctx context.Context, js jetstream.JetStream, name string) (*jets
 	return st.CachedInfo(), nil
 }
 
-// createStream creates a stream with a fresh id, or finds the one that
+// createStream creates a stream, whose id is fresh, or finds the one that
 // somebody else created meanwhile. For the command stream it waits the largest
 // clock skew first: whoever publishes into it then, through whichever server,
 // is stamped later than any message of a stream that was here before (I18).
@@ -232,7 +239,6 @@ func createStream(ctx context.Context, js jetstream.JetStream, cfg jetstream.Str
 			return nil, err
 		}
 	}
-	cfg.Metadata = map[string]string{metadataID: strings.ReplaceAll(uuid.NewString(), "-", "")}
 	apiCtx, cancel := context.WithTimeout(ctx, apiTimeout)
 	defer cancel()
 	_, err := js.CreateStream(apiCtx, cfg)
@@ -365,6 +371,76 @@ func consumerInfo(ctx context.Context, js jetstream.JetStream, stream, name stri
 		return nil, err
 	}
 	return c.CachedInfo(), nil
+}
+
+const (
+	// remakeEvery bounds how often a process looks for the streams because it
+	// missed one. In a cluster that elects a leader it does so in vain.
+	remakeEvery = time.Second
+	// remakeTimeout bounds one look, beyond the clock skew.
+	remakeTimeout = 30 * time.Second
+)
+
+// remaker makes streams again that were deleted under a running process.
+// Whoever missed one tries its own thing again later, and does not wait for it.
+type remaker struct {
+	state stateLog
+
+	mu      sync.Mutex
+	opts    *StreamOptions // of the last Ensure that succeeded; nil: none did
+	running context.CancelFunc
+	last    time.Time
+	closed  bool
+	wg      sync.WaitGroup
+}
+
+// keep remembers options, and reports whether there were some before.
+func (r *remaker) keep(o StreamOptions) (again bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	again = r.opts != nil
+	r.opts = &o
+	return again
+}
+
+func (r *remaker) close() {
+	r.mu.Lock()
+	r.closed = true
+	if r.running != nil {
+		r.running()
+	}
+	r.mu.Unlock()
+	r.wg.Wait()
+}
+
+// missed says that a stream did not answer, or is not there.
+func (c *Conn) missed() {
+	r := &c.remaker
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.opts == nil || r.closed || r.running != nil || time.Since(r.last) < remakeEvery {
+		return
+	}
+	o := *r.opts
+	ctx, cancel := context.WithTimeout(context.Background(), o.MaxClockSkew+remakeTimeout)
+	r.running = cancel
+	r.wg.Go(func() {
+		c.remake(ctx, o)
+		cancel()
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.running, r.last = nil, time.Now()
+	})
+}
+
+func (c *Conn) remake(ctx context.Context, o StreamOptions) {
+	switch _, err := c.Ensure(ctx, o); {
+	case errors.Is(err, context.Canceled): // closed
+	case err != nil:
+		c.remaker.state.fail("a stream does not answer, and can't be made where it is missing, trying on", "error", err)
+	default:
+		c.remaker.state.ok("the streams are there again")
+	}
 }
 
 // sleep waits, or returns the context's error.
