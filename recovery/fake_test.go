@@ -30,6 +30,7 @@ type world struct {
 	ready  []*worldSession
 	relays []*worldSession
 	kept   []*worldSession // that keep something past retention
+	copies []*worldCopy    // by session
 	live   map[claims.HolderID]bool
 	calls  []string // "operation session", in order
 
@@ -79,7 +80,7 @@ func newWorld() *world {
 // parts wires a scanner whose lease is always trusted.
 func (w *world) parts(holder claims.HolderID) Parts {
 	return Parts{
-		Claims: w, Conversions: w, Held: w, Continuations: w, Sessions: w, Relays: w, Retentions: w, Database: w, Announcer: w, Relayer: w,
+		Claims: w, Conversions: w, Held: w, Continuations: w, Sessions: w, Relays: w, Retentions: w, Database: w, Announcer: w, Relayer: w, Copies: w,
 		Holder: func() (claims.HolderID, bool) { return holder, true },
 	}
 }
@@ -295,6 +296,7 @@ func (r refusal) Error() string { return "SQLSTATE " + string(r) }
 var (
 	errBroken = errors.New("connection refused")
 	errDone   = errors.New("commit unanswered")
+	errPart   = errors.New("published a part")
 )
 
 func (w *world) RefusedCode(err error) (string, bool) {
@@ -479,6 +481,65 @@ func (w *world) TouchRelays(ctx context.Context, ids []claims.SessionID, again t
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return touchSessions(w.relays, ids, again), err
+}
+
+// worldCopy is a session's log: the mark, what the stream ends with, and what
+// can be published again.
+type worldCopy struct {
+	claims.Mark
+	stream int64
+	aged   bool // what is not in the stream left it by its age
+}
+
+func (w *world) Relayed(ctx context.Context, after claims.SessionID, limit int) (page []claims.Mark, err error) {
+	err = w.op(ctx, "relayed", after)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, c := range w.copies {
+		if c.Session > after && len(page) < limit {
+			page = append(page, c.Mark)
+		}
+	}
+	return page, err
+}
+
+func (w *world) Verify(ctx context.Context, marks []claims.Mark) (short []claims.SessionID, err error) {
+	err = w.op(ctx, "verify", "")
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, m := range marks {
+		if w.copy(m.Session).stream < m.Seq {
+			short = append(short, m.Session)
+		}
+	}
+	return short, err
+}
+
+func (w *world) copy(session claims.SessionID) *worldCopy {
+	i := slices.IndexFunc(w.copies, func(c *worldCopy) bool { return c.Session == session })
+	return w.copies[i]
+}
+
+func (w *world) Repair(ctx context.Context, session claims.SessionID, all bool) (published int64, err error) {
+	err = w.op(ctx, "repair", session)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	c := w.copy(session)
+	switch {
+	case all:
+		panic("what left the stream by its age is not the scanner's to publish")
+	case c.aged:
+		return 0, err
+	case err != nil: // it came one event further
+		if errors.Is(err, errPart) && c.stream < c.Seq {
+			published = 1
+		}
+		c.stream += published
+		return published, err
+	}
+	published = max(0, c.Seq-c.stream)
+	c.stream += published
+	return published, nil
 }
 
 func (w *world) Ping(ctx context.Context) error { return w.op(ctx, "ping", "") }

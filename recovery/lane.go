@@ -59,6 +59,7 @@ func (l *lane) visit() Result {
 		l.ordinary()
 	case LaneRelay:
 		l.relay()
+		l.auditCopies()
 	case LaneRetention:
 		l.retention()
 	}

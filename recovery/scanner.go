@@ -121,6 +121,7 @@ type Parts struct {
 	Database      Pinger
 	Announcer     Announcer
 	Relayer       Relayer
+	Copies        Mender
 	// Holder is the scanner's own worker lease, and whether it is trusted now by
 	// the process's clocks (I7). It is asked immediately before each takeover,
 	// each conversion and each quarantine of a claim. While it answers false the
@@ -145,6 +146,7 @@ func (p Parts) check() error {
 		{"Database", p.Database == nil},
 		{"Announcer", p.Announcer == nil},
 		{"Relayer", p.Relayer == nil},
+		{"Copies", p.Copies == nil},
 		{"Holder", p.Holder == nil},
 	} {
 		if part.missing {
@@ -170,7 +172,9 @@ type Scanner struct {
 	ages     map[Lane]*ages
 	database outage
 	stream   outage
+	audit    audit // of the stream, by the relay lane
 	relays   outage
+	copies   outage
 	lease    outage
 }
 
@@ -189,6 +193,8 @@ func New(parts Parts, opts Options) (*Scanner, error) {
 		database: outage{what: "the database"},
 		stream:   outage{what: "the stream"},
 		relays:   outage{what: "the relay"},
+		copies:   outage{what: "the event stream, to compare it with the database"},
+		audit:    audit{idle: map[claims.SessionID]rest{}},
 		lease:    outage{what: "a worker lease of its own"},
 	}
 	for _, l := range allLanes() {
@@ -262,7 +268,7 @@ type Result struct {
 	Failed      int // rows that could not be worked on; they come again
 	Skipped     int // rows not looked at: the time box, the shutdown or an outage ended the lane
 	Full        bool
-	// Err: the lane could not be read or touched, or the database was lost in it.
+	// Err: the lane could not be read, touched or audited, or the database was lost in it.
 	Err error
 }
 

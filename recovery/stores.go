@@ -76,6 +76,10 @@ type (
 	RelayStore interface {
 		DueRelays(ctx context.Context, limit int) ([]claims.DueSession, error)
 		TouchRelays(ctx context.Context, ids []claims.SessionID, again time.Duration) ([]claims.SessionID, error)
+		// Relayed reads at most limit sessions by id, after one of them (empty is the
+		// beginning), and how far the stream must have their events, 0 where the
+		// database keeps nothing to publish again. It touches none.
+		Relayed(ctx context.Context, after claims.SessionID, limit int) ([]claims.Mark, error)
 	}
 
 	// RetentionStore is the retention lane's.
@@ -109,5 +113,18 @@ type (
 		RelayNow(ctx context.Context, session claims.SessionID) error
 		// Poke says that a session has new events. It neither waits nor fails.
 		Poke(session claims.SessionID)
+	}
+
+	// Mender finds and repairs what the stream lost (I25).
+	Mender interface {
+		// Verify compares marks, at most 500, with what the stream ends with, by one
+		// request, and returns the sessions of which it has less. It may name one
+		// that is sound.
+		Verify(ctx context.Context, marks []claims.Mark) (short []claims.SessionID, err error)
+		// Repair publishes again what the stream lost of a session and should still
+		// have by its age (all: whatever the database has), in order, each once,
+		// beside whoever relays it. It goes on where the stream ends, and says how
+		// many events it published, with an error too.
+		Repair(ctx context.Context, session claims.SessionID, all bool) (published int64, err error)
 	}
 )

@@ -132,7 +132,7 @@ func scannerProcess(url string, in io.Reader, out io.Writer) error {
 		}
 	}}
 	s, err := recovery.New(recovery.Parts{
-		Claims: g, Conversions: g, Held: store, Continuations: g, Sessions: store, Relays: store, Retentions: store, Database: store, Announcer: b, Relayer: b,
+		Claims: g, Conversions: g, Held: store, Continuations: g, Sessions: store, Relays: store, Retentions: store, Database: store, Announcer: b, Relayer: b, Copies: b,
 		Holder: func() (claims.HolderID, bool) { return lease.Holder, true },
 	}, recovery.Options{TimeBox: 10 * time.Minute, Logger: slog.New(slog.NewTextHandler(os.Stderr, nil))})
 	if err != nil {

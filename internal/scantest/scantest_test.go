@@ -91,6 +91,11 @@ func (b *bus) Announce(_ context.Context, session claims.SessionID) error {
 
 func (b *bus) RelayNow(context.Context, claims.SessionID) error { return nil }
 
+// Verify finds nothing lost.
+func (b *bus) Verify(context.Context, []claims.Mark) ([]claims.SessionID, error) { return nil, nil }
+
+func (b *bus) Repair(context.Context, claims.SessionID, bool) (int64, error) { return 0, nil }
+
 func (b *bus) Poke(session claims.SessionID) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -270,7 +275,7 @@ func (e *env) parts() recovery.Parts {
 	h := e.lease("scanner")
 	return recovery.Parts{
 		Claims: e.store, Conversions: e.store, Held: e.store, Continuations: e.store, Sessions: e.store, Relays: e.store,
-		Retentions: e.store, Database: e.store, Announcer: e.bus, Relayer: e.bus,
+		Retentions: e.store, Database: e.store, Announcer: e.bus, Relayer: e.bus, Copies: e.bus,
 		Holder: func() (claims.HolderID, bool) { return h, true },
 	}
 }
