@@ -67,8 +67,8 @@ func Connect(ctx context.Context, o Options) (*Conn, error) {
 	c := &Conn{ns: ns, log: orDiscard(o.Logger), closed: make(chan struct{}), denied: map[string]bool{}}
 	c.remaker.state.log = c.log
 	servers := cmp.Or(o.URL, nats.DefaultURL)
-	connected := make(chan struct{}, 1)
-	if c.nc, err = nats.Connect(servers, c.natsOptions(o, connected)...); err != nil {
+	connected, refused := make(chan struct{}, 1), &refusal{first: make(chan struct{})}
+	if c.nc, err = nats.Connect(servers, c.natsOptions(o, connected, refused)...); err != nil {
 		return nil, fmt.Errorf("connecting to NATS at %s: %w", redact(servers), err)
 	}
 	if c.js, err = jetstream.New(c.nc); err != nil {
@@ -84,15 +84,54 @@ func Connect(ctx context.Context, o Options) (*Conn, error) {
 		select {
 		case <-connected:
 		case <-ctx.Done():
-			last := c.nc.LastError()
+			refused.note(c.nc.LastError())
+			last := refused.last()
 			c.Close()
-			return nil, fmt.Errorf("connecting to NATS at %s: %w (last: %s)", redact(servers), ctx.Err(), errText(last))
+			return nil, fmt.Errorf("connecting to NATS at %s: %w (last: %w)", redact(servers), ctx.Err(), last)
 		}
 	}
 	return c, nil
 }
 
-func (c *Conn) natsOptions(o Options, connected chan<- struct{}) []nats.Option {
+// refusal is the last reason why a connection could not be made.
+type refusal struct {
+	mu    sync.Mutex
+	err   error
+	first chan struct{} // closed when there is one
+}
+
+// errNoAnswer: nothing is known of any server.
+var errNoAnswer = errors.New("no server answered yet")
+
+// note keeps a reason. That all servers of the list were tried is none beside
+// what one of them said.
+func (r *refusal) note(err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch {
+	case err == nil, r.err != nil && errors.Is(err, nats.ErrNoServers):
+		return
+	case r.err == nil:
+		close(r.first)
+	}
+	r.err = err
+}
+
+// last answers the last reason. The first attempt is over when it is asked, and
+// the client tells of it at once, but in another goroutine.
+func (r *refusal) last() error {
+	patience := time.NewTimer(flushTimeout)
+	defer patience.Stop()
+	select {
+	case <-r.first:
+	case <-patience.C:
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return cmp.Or(r.err, errNoAnswer)
+}
+
+func (c *Conn) natsOptions(o Options, connected chan<- struct{}, refused *refusal) []nats.Option {
 	up := func(nc *nats.Conn) {
 		c.log.Info("connected to NATS", "server", nc.ConnectedServerName(), "version", nc.ConnectedServerVersion())
 		select {
@@ -111,7 +150,7 @@ func (c *Conn) natsOptions(o Options, connected chan<- struct{}) []nats.Option {
 				c.log.Warn("lost NATS, reconnecting", "error", errText(err))
 			}
 		}),
-		nats.ReconnectErrHandler(c.reconnectFailed()),
+		nats.ReconnectErrHandler(c.reconnectFailed(refused)),
 		nats.ErrorHandler(c.asyncError),
 		nats.ClosedHandler(func(*nats.Conn) { close(c.closed) }),
 	}
@@ -131,10 +170,11 @@ func (c *Conn) natsOptions(o Options, connected chan<- struct{}) []nats.Option {
 }
 
 // reconnectFailed logs why no server can be reached, once per reason.
-func (c *Conn) reconnectFailed() nats.ConnErrHandler {
+func (c *Conn) reconnectFailed(refused *refusal) nats.ConnErrHandler {
 	var mu sync.Mutex
 	var last string
 	return func(_ *nats.Conn, err error) {
+		refused.note(err)
 		mu.Lock()
 		defer mu.Unlock()
 		if text := errText(err); text != last {
@@ -488,7 +528,7 @@ func redact(servers string) string {
 
 func errText(err error) string {
 	if err == nil {
-		return "no server answered yet"
+		return errNoAnswer.Error()
 	}
 	return err.Error()
 }

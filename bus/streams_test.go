@@ -2,13 +2,18 @@ package bus
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"net"
+	"net/http/httptest"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
+	"github.com/nats-io/nats-server/v2/server"
+	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 )
 
@@ -177,6 +182,84 @@ func TestConnectRefusesNonsense(t *testing.T) {
 	if got := redact("nats://user:secret@a:1, nats://token@b:2,nats://c:3"); strings.Contains(got, "secret") || strings.Contains(got, "token") {
 		t.Errorf("redacted to %s", got)
 	}
+}
+
+// TestConnectSaysWhyNot: whoever gives up waiting is told what the server, or
+// the network, answered last.
+func TestConnectSaysWhyNot(t *testing.T) {
+	web := httptest.NewTLSServer(nil) // for its certificate, which nobody has signed
+	defer web.Close()
+	closed, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := closed.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct {
+		o      *server.Options // nil: no server
+		scheme string
+		is     func(error) bool
+		says   string
+	}{
+		"password": {
+			&server.Options{Username: "u", Password: "right"}, "nats://u:wrong@",
+			func(err error) bool { return errors.Is(err, nats.ErrAuthorization) }, "uthorization",
+		},
+		"authority": {
+			&server.Options{TLS: true, TLSConfig: &tls.Config{Certificates: web.TLS.Certificates, MinVersion: tls.VersionTLS12}}, "tls://",
+			func(err error) bool { return errors.As(err, new(*tls.CertificateVerificationError)) }, "certificate",
+		},
+		"refused": {
+			nil, "nats://",
+			func(err error) bool { return errors.Is(err, syscall.ECONNREFUSED) }, "refused",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			addr := closed.Addr().String()
+			if c.o != nil {
+				c.o.Host, c.o.Port, c.o.NoSigs, c.o.NoLog = "127.0.0.1", server.RANDOM_PORT, true, true
+				srv, err := server.NewServer(c.o)
+				if err != nil {
+					t.Fatal(err)
+				}
+				srv.Start()
+				defer srv.WaitForShutdown()
+				defer srv.Shutdown()
+				if !srv.ReadyForConnections(10 * time.Second) {
+					t.Fatal("embedded NATS server is not ready after 10 s")
+				}
+				addr = srv.Addr().String()
+			}
+			ctx, cancel := context.WithCancel(testContext(t))
+			defer cancel()
+			// Whoever waits gives up when the log has the reason.
+			_, err := Connect(ctx, Options{URL: c.scheme + addr, Logger: textLog(writerFunc(func(line string) {
+				if strings.Contains(line, c.says) {
+					cancel()
+				}
+			}))})
+			if !errors.Is(err, context.Canceled) || !c.is(err) {
+				t.Errorf("given up: %v", err)
+			}
+			if err != nil && (!strings.Contains(err.Error(), c.says) || strings.Contains(err.Error(), "wrong@") || strings.Contains(err.Error(), "\n")) {
+				t.Errorf("one line says %q", err)
+			}
+		})
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := Connect(ctx, Options{URL: "nats://" + closed.Addr().String()}); !errors.Is(err, context.Canceled) || !errors.Is(err, nats.ErrNoServers) {
+		t.Errorf("given up at once: %v", err)
+	}
+}
+
+// writerFunc is told what is written to it.
+type writerFunc func(string)
+
+func (f writerFunc) Write(p []byte) (int, error) {
+	f(string(p))
+	return len(p), nil
 }
 
 // TestStreamsMadeByHandWork: without direct gets the leader is asked.

@@ -3,6 +3,7 @@ package main
 import (
 	"cmp"
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
 	"reveille/bus"
@@ -79,6 +81,10 @@ func (n *natsFlags) connect(ctx context.Context, s streams) (*bus.Conn, error) {
 		return conn, nil
 	case ctx.Err() != nil:
 		return nil, stopped()
+	case errors.Is(err, nats.ErrAuthorization):
+		return nil, fmt.Errorf("NATS at %s%s does not let this user in: give its name and password in --nats-url, or --nats-creds (%w)", redacted(n.NATSURL), s.servers.named("nats-url"), err)
+	case errors.As(err, new(*tls.CertificateVerificationError)):
+		return nil, fmt.Errorf("the certificate of NATS at %s%s is not trusted: name its authority with --nats-ca (%w)", redacted(n.NATSURL), s.servers.named("nats-url"), err)
 	case errors.Is(err, context.DeadlineExceeded):
 		return nil, fmt.Errorf("no NATS server at %s%s: start one with reveille dev, or name one with --nats-url (%w)", redacted(n.NATSURL), s.servers.named("nats-url"), err)
 	default:

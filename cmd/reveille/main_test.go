@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/nats-io/nats-server/v2/server"
+
 	"reveille/claims"
 	"reveille/claims/crdb"
 	"reveille/cmd/internal/flags"
@@ -124,6 +126,16 @@ func TestUnreachable(t *testing.T) {
 		if code != 1 || !strings.Contains(stderr, want) || strings.Contains(stderr, "secret") {
 			t.Errorf("reveille %s: exit %d with %q, want exit 1 with %q", args, code, stderr, want)
 		}
+	}
+}
+
+// TestNATSRefuses: a wrong password is not a server that is not there.
+func TestNATSRefuses(t *testing.T) {
+	t.Parallel()
+	url := strings.Replace(natsServer(t, func(o *server.Options) { o.Username, o.Password = "u", "right" }), "nats://", "nats://u:wrong@", 1)
+	_, stderr, code := call(t, "wake", "s1", "--nats-url", url, "--timeout", "1s")
+	if code != 1 || !strings.Contains(stderr, "does not let this user in") || strings.Contains(stderr, "wrong") || strings.Contains(stderr, "\n") {
+		t.Errorf("exit %d with %q", code, stderr)
 	}
 }
 

@@ -15,9 +15,13 @@ import (
 )
 
 // natsServer is a NATS server of the test's own; it returns its URL.
-func natsServer(t *testing.T) string {
+func natsServer(t *testing.T, change ...func(*server.Options)) string {
 	t.Helper()
-	s, err := server.NewServer(&server.Options{Host: "127.0.0.1", Port: server.RANDOM_PORT, JetStream: true, StoreDir: t.TempDir(), NoSigs: true, NoLog: true})
+	o := &server.Options{Host: "127.0.0.1", Port: server.RANDOM_PORT, JetStream: true, StoreDir: t.TempDir(), NoSigs: true, NoLog: true}
+	for _, f := range change {
+		f(o)
+	}
+	s, err := server.NewServer(o)
 	if err != nil {
 		t.Fatal(err)
 	}
