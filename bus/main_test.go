@@ -27,6 +27,7 @@ type testServer struct {
 	t     testing.TB
 	store string
 	port  int
+	most  int64 // bytes that wait for a client; 0: the server's default
 	srv   *server.Server
 }
 
@@ -41,7 +42,7 @@ func startServer(t testing.TB) *testServer {
 func (s *testServer) start() {
 	s.t.Helper()
 	srv, err := server.NewServer(&server.Options{
-		ServerName: "test", Host: "127.0.0.1", Port: s.port, NoSigs: true, NoLog: true, JetStream: true, StoreDir: s.store,
+		ServerName: "test", Host: "127.0.0.1", Port: s.port, NoSigs: true, NoLog: true, JetStream: true, StoreDir: s.store, MaxPending: s.most,
 	})
 	if err != nil {
 		s.t.Fatal(err)

@@ -1,8 +1,10 @@
 package bus
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"sync/atomic"
 	"time"
@@ -76,6 +78,8 @@ const (
 	maxEscape = 6
 	// liveMost keeps one piece far below what a listener would want to wait for.
 	liveMost = 64 << 10
+	// listenMost bounds the text that waits for a listener, in bytes.
+	listenMost = 8 << 20
 )
 
 // Live publishes live text. It never blocks its caller: what the connection
@@ -172,15 +176,7 @@ func split(text string, most int) []string {
 // SubscribeLive calls fn with the live text of a session, or of all where it is
 // empty, until stop is called. A listener that is too slow loses text.
 func SubscribeLive(c *Conn, session claims.SessionID, fn func(LiveText)) (stop func(), err error) {
-	if session == "" {
-		session = "*"
-	}
-	sub, err := c.nc.Subscribe(c.ns.LiveSubject(session), func(m *nats.Msg) {
-		var t LiveText
-		if err := json.Unmarshal(m.Data, &t); err == nil {
-			fn(t)
-		}
-	})
+	sub, err := subscribeLive(c, session, fn)
 	if err != nil {
 		return nil, fmt.Errorf("subscribing to live text: %w", err)
 	}
@@ -189,4 +185,20 @@ func SubscribeLive(c *Conn, session claims.SessionID, fn func(LiveText)) (stop f
 			c.log.Warn("unsubscribing from live text", "error", err)
 		}
 	}, nil
+}
+
+func subscribeLive(c *Conn, session claims.SessionID, fn func(LiveText)) (*nats.Subscription, error) {
+	sub, err := c.nc.Subscribe(c.ns.LiveSubject(cmp.Or(session, "*")), func(m *nats.Msg) {
+		var t LiveText
+		if err := json.Unmarshal(m.Data, &t); err == nil {
+			fn(t)
+		}
+	})
+	if err != nil {
+		return nil, err
+	}
+	if err := sub.SetPendingLimits(nats.DefaultSubPendingMsgsLimit, listenMost); err != nil {
+		return nil, errors.Join(err, sub.Unsubscribe())
+	}
+	return sub, nil
 }
