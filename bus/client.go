@@ -218,11 +218,12 @@ func (c *Conn) Namespace() Namespace { return c.ns }
 // second, when what it publishes finds no stream: one that was deleted under a
 // running process is made again.
 func (c *Conn) Ensure(ctx context.Context, o StreamOptions) (*Streams, error) {
+	again := c.remaker.knows() // before: two that start at once make each a part
 	s, err := Ensure(ctx, c.js, c.ns, o)
 	if err != nil {
 		return s, err
 	}
-	if again := c.remaker.keep(o); again && len(s.Made) > 0 {
+	if c.remaker.keep(o); again && len(s.Made) > 0 {
 		c.log.Warn("streams were missing, and are made again", "streams", strings.Join(s.Made, " "))
 	}
 	return s, nil

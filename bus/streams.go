@@ -394,13 +394,18 @@ type remaker struct {
 	wg      sync.WaitGroup
 }
 
-// keep remembers options, and reports whether there were some before.
-func (r *remaker) keep(o StreamOptions) (again bool) {
+// keep remembers options.
+func (r *remaker) keep(o StreamOptions) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	again = r.opts != nil
 	r.opts = &o
-	return again
+}
+
+// knows reports whether there are some.
+func (r *remaker) knows() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.opts != nil
 }
 
 func (r *remaker) close() {
