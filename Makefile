@@ -27,6 +27,7 @@ test: ## run the tests, with the race detector and a database (PKG=./claims/... 
 e2e: ## run the whole system from outside, as its users do
 	@scripts/ensure-database.sh
 	scripts/e2e.sh
+	scripts/e2e-cluster.sh
 
 spec: ## explore the model of the claim protocol in its large bounds (minutes, 4 GiB)
 	RV_TEST_SPEC=large go test -count=1 -timeout 1h -v -run TestLarge ./spec
