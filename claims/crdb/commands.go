@@ -261,7 +261,12 @@ func (t *txn) start(ctx context.Context, acq *claims.Acquisition, h *head, cover
 	execution := string(acq.Execution)
 	t.ran, t.step = acq.Execution, ""
 	recovery := 0
-	if h.continuation != nil {
+	switch {
+	case h.continuation == nil && len(h.inputs) == 0: // bare wakes: the trace of the one in hand, if it is one
+		h.trace = t.trace
+	case h.continuation == nil:
+		t.trace = h.trace
+	default:
 		t.trace = h.continuation.Trace
 		if h.continuation.Kind == claims.KindRecovery {
 			recovery = h.continuation.Recoveries

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -881,4 +882,67 @@ func TestI23AnInputIsCoveredByOneStepAndItsContinuations(t *testing.T) {
 		execution.started step.started(a<handover1) step.ended step.started(<continue0) step.ended
 		input.promoted(b) step.started(b) step.ended execution.ended(completed)`)
 	r.check()
+}
+
+// TestTraceGoesWithTheStep: the trace of the command whose input a step covers
+// is on every event of that step and of its execution, however it was started,
+// and goes to the handler and to who goes on with the step. That of another
+// command, which only made it start, is not. A bare wake has no row to keep its
+// trace in: it goes with the step that the wake itself starts.
+func TestTraceGoesWithTheStep(t *testing.T) {
+	const trace, other = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "00-0af7651916cd43dd8448eb211c80319d-b7ad6b7169203332-01"
+	base := newRig(t)
+	wake := func(r *rig, in *claims.Input, trace string, acq *claims.Acquisition) {
+		r.t.Helper()
+		cmd := r.command(claims.Wake)
+		cmd.Input, cmd.Trace = in, trace
+		r.ok(r.apply(cmd, acq))
+	}
+	for name, begin := range map[string]func(r *rig){
+		"a slot is free":               func(r *rig) { wake(r, input("a"), trace, r.newAcquisition()) },
+		"none is":                      func(r *rig) { wake(r, input("a"), trace, nil); r.ok(r.acquire()) },
+		"bare wake":                    func(r *rig) { wake(r, nil, trace, r.newAcquisition()) },
+		"another's wake makes it run":  func(r *rig) { wake(r, input("a"), trace, nil); wake(r, input("b"), other, r.newAcquisition()) },
+		"another without a trace does": func(r *rig) { wake(r, input("a"), trace, nil); wake(r, nil, "", r.newAcquisition()) },
+	} {
+		for how, end := range map[string]func(r *rig){
+			"ends":   func(r *rig) { r.ok(r.finish(nil)) },
+			"fails":  func(r *rig) { r.ok(r.finish(failed)) },
+			"handed": func(r *rig) { r.ok(r.handOver()); r.ok(r.acquire()); r.ok(r.record("more")); r.ok(r.finish(nil)) },
+			"lost": func(r *rig) {
+				r.lose()
+				r.ok(r.takeOver())
+				r.ok(r.convert())
+				r.holder = r.lease("worker", longLease)
+				r.ok(r.acquire())
+				r.ok(r.record("more"))
+				r.ok(r.finish(nil))
+			},
+		} {
+			t.Run(name+", "+how, func(t *testing.T) {
+				r := base.fresh(strings.ReplaceAll(strings.ReplaceAll(name+how, " ", "-"), "'", ""))
+				r.t = t
+				begin(r)
+				if r.step.Trace != trace {
+					t.Errorf("the handler gets %q", r.step.Trace)
+				}
+				r.ok(r.record("text"))
+				end(r)
+				records, err := r.store.Tail(r.ctx(), r.session, 100)
+				r.ok(err)
+				n := 0
+				for _, e := range records {
+					if e.Execution == "" { // a command's own
+						continue
+					}
+					if n++; e.Trace != trace {
+						t.Errorf("traceparent is %q in %s", e.Trace, e.Line)
+					}
+				}
+				if n < 4 {
+					t.Errorf("only %d events", n)
+				}
+			})
+		}
+	}
 }
