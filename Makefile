@@ -1,6 +1,6 @@
 # Everything a developer types. Variables: ARGS of `make run`; PKG and RUN of `make test`.
 .DEFAULT_GOAL := help
-.PHONY: help run build test e2e spec check clean
+.PHONY: help run build test e2e spec torture mutants check clean
 
 PKG ?= ./...
 ARGS ?=
@@ -31,6 +31,14 @@ e2e: ## run the whole system from outside, as its users do
 
 spec: ## explore the model of the claim protocol in its large bounds (minutes, 4 GiB)
 	RV_TEST_SPEC=large go test -count=1 -timeout 1h -v -run TestLarge ./spec
+
+torture: ## break it on purpose, and prove that nothing broke (TIME=1h SEED=7 NATS=3 MUTANT=fence)
+	@scripts/ensure-database.sh
+	go run ./internal/torture $(if $(SEED),--seed $(SEED)) $(if $(TIME),--time $(TIME)) $(if $(NATS),--nats $(NATS)) $(if $(MUTANT),--mutant $(MUTANT))
+
+mutants: ## break one rule after the other, and see that torture finds each; half an hour
+	@scripts/ensure-database.sh
+	go test -count=1 -v -tags mutants -timeout 60m -run TestMutantsAreFound ./internal/torture
 
 check: ## formatting, modules, vet, staticcheck, import directions
 	@unformatted=$$($(TOOL) gofumpt -l .) || exit 1; \

@@ -96,13 +96,18 @@ func (w *world) busy(ctx context.Context) (int, error) {
 		AND (execution_id IS NOT NULL OR armed > 0 OR continuations > 0 OR delayed > 0 OR wakes > wakes_served)`)
 }
 
-// queued counts the commands that nobody has acknowledged.
-func (w *world) queued(ctx context.Context) (int, error) {
+// queued counts the commands that are still to be delivered or acknowledged. What stays in the stream beyond that is what
+// its server failed to remove when it was acknowledged (its disk was full, say): it was applied, and its age removes it.
+func (w *world) queued(ctx context.Context) (n int, err error) {
 	s, err := w.js.Stream(ctx, "RV_COMMANDS")
 	if err != nil {
 		return 0, err
 	}
-	return int(s.CachedInfo().State.Msgs), nil
+	durables := s.ListConsumers(ctx)
+	for c := range durables.Info() {
+		n += int(c.NumPending) + c.NumAckPending
+	}
+	return n, durables.Err()
 }
 
 // session is a fresh one, or a lasting one of the driver's.

@@ -40,8 +40,25 @@ type options struct {
 	Keep        bool          `help:"Keep the folder with the logs."`
 }
 
-// settleLimit bounds how long the system may take to be idle when the faults have stopped.
-const settleLimit = 90 * time.Second
+// settleLimit bounds how long the system may take to be idle when the faults have stopped. Of a mutant nobody waits for
+// that it is after all.
+func (o options) settleLimit() time.Duration {
+	if o.Mutant != "" {
+		return 30 * time.Second
+	}
+	return 90 * time.Second
+}
+
+// mutantLimit is how long it may take to find a mutant.
+const mutantLimit = 5 * time.Minute
+
+// hunt runs a mutant, under one seed after the other, until it is found.
+func hunt(ctx context.Context, o options) (found int, err error) {
+	for began := time.Now(); found == 0 && time.Since(began) < mutantLimit-2*o.Time && err == nil; o.Seed++ {
+		found, err = run(ctx, o)
+	}
+	return found, err
+}
 
 func main() {
 	var o options
@@ -51,7 +68,11 @@ func main() {
 	if o.Seed == 0 {
 		o.Seed = rand.Uint64()
 	}
-	found, err := run(ctx, o)
+	do := run
+	if o.Mutant != "" {
+		do = hunt
+	}
+	found, err := do(ctx, o)
 	switch {
 	case err != nil:
 		fmt.Fprintln(os.Stderr, "torture:", err)
@@ -110,8 +131,8 @@ func run(ctx context.Context, o options) (found int, err error) {
 		return 0, ctx.Err()
 	}
 	began := time.Now()
-	if err := w.settle(ctx); err != nil {
-		h.wrong("the system is not idle %v after the faults stopped (I32): %v\n%s", settleLimit, err, w.waiting(ctx))
+	if err := w.settle(ctx, o.settleLimit()); err != nil {
+		h.wrong("the system is not idle %v after the faults stopped (I32): %v\n%s", o.settleLimit(), err, w.waiting(ctx))
 	}
 	idle := time.Since(began)
 	if err := w.stop(); err != nil {
@@ -126,8 +147,8 @@ func run(ctx context.Context, o options) (found int, err error) {
 }
 
 // settle waits until nothing is left to do. The order matters: what was queued is in the tables once it is not.
-func (w *world) settle(ctx context.Context) error {
-	return within(ctx, settleLimit, "the system to be idle", func() error {
+func (w *world) settle(ctx context.Context, limit time.Duration) error {
+	return within(ctx, limit, "the system to be idle", func() error {
 		look, cancel := context.WithTimeout(ctx, 5*time.Second)
 		defer cancel()
 		queued, err := w.queued(look)
