@@ -167,8 +167,18 @@ func (w *world) settle(ctx context.Context, limit time.Duration) error {
 		if err != nil {
 			return err
 		}
-		if queued+busy+claims+unrelayed > 0 {
-			return fmt.Errorf("%d commands, %d sessions with work, %d claims, %d sessions whose events are not published", queued, busy, claims, unrelayed)
+		events, err := w.number(look, "SELECT COALESCE(sum(last_seq), 0) FROM sessions")
+		if err != nil {
+			return err
+		}
+		stream, err := w.js.Stream(look, "RV_EVENTS")
+		if err != nil {
+			return err
+		}
+		lost := events - int(stream.CachedInfo().State.Msgs) // a scanner sees to them
+		if queued+busy+claims+unrelayed > 0 || lost != 0 {
+			return fmt.Errorf("%d commands, %d sessions with work, %d claims, %d sessions whose events are not published, %d events that the stream lacks",
+				queued, busy, claims, unrelayed, lost)
 		}
 		return nil
 	})
