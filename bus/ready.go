@@ -20,10 +20,23 @@ import (
 )
 
 // Announcer announces ready sessions.
-type Announcer struct{ conn *Conn }
+type Announcer struct {
+	conn  *Conn
+	sweep *sweeper // nil: the queue is not swept
+}
 
 // NewAnnouncer makes an announcer.
-func NewAnnouncer(c *Conn) *Announcer { return &Announcer{c} }
+func NewAnnouncer(c *Conn) *Announcer { return &Announcer{conn: c} }
+
+// NewSweepingAnnouncer makes the announcer of a scanner: it also sees to it
+// that what the queue holds will be taken. Of an announcement that was
+// acknowledged a server may have lost the removal (its disk was full, it was
+// killed): the message is there, its durable is past it, and because a subject
+// holds one message, no announcement of that session is accepted any more. The
+// session would never be started again (I22, I32).
+func NewSweepingAnnouncer(c *Conn) *Announcer {
+	return &Announcer{conn: c, sweep: &sweeper{conn: c, state: stateLog{log: c.log}}}
+}
 
 // errDiscarded is the server's refusal of a second message on a subject that
 // may hold one.
@@ -33,15 +46,95 @@ const errDiscarded jetstream.ErrorCode = 10077
 // holds an announcement of it, this one or an older one. It has no message id:
 // within the dedupe window a used one would swallow the announcement.
 func (a *Announcer) Announce(ctx context.Context, session claims.SessionID) error {
-	_, err := a.conn.publish(ctx, &nats.Msg{Subject: a.conn.ns.ReadySubject(session)})
-	var api *jetstream.APIError
-	if errors.As(err, &api) && api.ErrorCode == errDiscarded {
-		return nil
+	there, err := a.publish(ctx, session)
+	if there && a.sweep != nil && a.sweep.run(ctx) {
+		_, err = a.publish(ctx, session)
 	}
 	if err != nil {
 		return fmt.Errorf("announcing session %s: %w", session, err)
 	}
 	return nil
+}
+
+// publish reports whether one was there already.
+func (a *Announcer) publish(ctx context.Context, session claims.SessionID) (there bool, err error) {
+	_, err = a.conn.publish(ctx, &nats.Msg{Subject: a.conn.ns.ReadySubject(session)})
+	var api *jetstream.APIError
+	if errors.As(err, &api) && api.ErrorCode == errDiscarded {
+		return true, nil
+	}
+	return false, err
+}
+
+// sweepEvery is the least time between two sweeps of one process.
+const sweepEvery = 5 * time.Second
+
+// sweeper removes announcements that were taken and are in the queue all the
+// same: those up to which the durable has acknowledged everything.
+type sweeper struct {
+	conn  *Conn
+	state stateLog
+
+	mu   sync.Mutex
+	last time.Time
+}
+
+// run sweeps, unless that was done a moment ago, and reports whether it removed
+// anything.
+func (s *sweeper) run(ctx context.Context) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if time.Since(s.last) < sweepEvery {
+		return false
+	}
+	s.last = time.Now()
+	n, err := s.conn.sweepReady(ctx)
+	switch {
+	case err != nil:
+		s.state.fail("announcements that were taken can't be looked for in the queue, trying on", "error", err)
+	case n > 0:
+		s.conn.log.Warn("announcements were in the queue that had been taken; they are removed", "announcements", n)
+	default:
+		s.state.ok("the queue of announcements can be looked at again")
+	}
+	return n > 0
+}
+
+// sweepReady removes them and returns how many they were. A durable that
+// acknowledged something since the stream was asked is no harm: what is purged
+// was acknowledged.
+func (c *Conn) sweepReady(ctx context.Context) (removed uint64, err error) {
+	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
+	defer cancel()
+	name := c.ns.ReadyStream()
+	stream, err := streamInfo(ctx, c.js, name)
+	if err != nil {
+		return 0, fmt.Errorf("stream %s: %w", name, err)
+	}
+	durable := (&Streams{ReadyID: stream.Config.Metadata[metadataID]}).Ready()
+	consumer, err := consumerInfo(ctx, c.js, name, durable)
+	if err != nil {
+		return 0, fmt.Errorf("durable %s: %w", durable, err)
+	}
+	if stream.State.Msgs == 0 || stream.State.FirstSeq > consumer.AckFloor.Stream {
+		return 0, nil
+	}
+	// jetstream's Purge tells no number.
+	m, err := c.request(ctx, apiPrefix+"STREAM.PURGE."+name, map[string]uint64{"seq": consumer.AckFloor.Stream + 1})
+	if err != nil {
+		return 0, fmt.Errorf("purging %s up to %d: %w", name, consumer.AckFloor.Stream, err)
+	}
+	var answer struct {
+		Error  *jetstream.APIError `json:"error"`
+		Purged uint64              `json:"purged"`
+	}
+	if err := json.Unmarshal(m.Data, &answer); err != nil {
+		return 0, fmt.Errorf("purging %s: %w", name, err)
+	}
+	if answer.Error != nil {
+		return 0, fmt.Errorf("purging %s: %w", name, answer.Error)
+	}
+	return answer.Purged, nil
 }
 
 // Slots are a worker's places for sessions. All methods are called from many

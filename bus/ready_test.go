@@ -2,13 +2,18 @@ package bus
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
 
 	"reveille/claims"
 )
@@ -277,5 +282,86 @@ func TestReadyFewPulls(t *testing.T) {
 	}
 	if most > 8 {
 		t.Errorf("%d pulls stand at the server", most)
+	}
+}
+
+// An announcement that was acknowledged, and whose removal its server lost, is in nobody's way: a scanner that is refused
+// because of it removes it. One that waits for a free slot stays.
+func TestI22TakenAnnouncementsAreSwept(t *testing.T) {
+	s := startServer(t)
+	c, st := s.connectWith(StreamOptions{MaxClockSkew: time.Millisecond})
+	announceAll(t, c, "taken")
+	// The messages as they were, with the durable as it is: what a disk that is full or a crash at the wrong moment leaves.
+	messages, copied := filepath.Join(s.store, "jetstream", "$G", "streams", "RV_READY", "msgs"), filepath.Join(t.TempDir(), "msgs")
+	s.stop()
+	if err := os.CopyFS(copied, os.DirFS(messages)); err != nil {
+		t.Fatal(err)
+	}
+	s.start()
+	if got := fetchReady(t, c, st, 1); !slices.Equal(got, []string{"rv.ready.taken"}) {
+		t.Fatalf("announced are %q", got)
+	}
+	s.stop()
+	if err := errors.Join(os.RemoveAll(messages), os.CopyFS(messages, os.DirFS(copied))); err != nil {
+		t.Fatal(err)
+	}
+	s.start()
+	eventually(t, "the connection", func() bool { return c.Health(testContext(t)) == nil })
+	announceAll(t, c, "waits", "taken") // refused, as long as nobody sweeps
+	if info, err := streamInfo(testContext(t), c.js, "RV_READY"); err != nil || info.State.Msgs != 2 {
+		t.Fatalf("%+v, %v, want two announcements", info, err)
+	}
+	a := NewSweepingAnnouncer(c)
+	for range 2 { // the second is one of a moment later
+		if err := a.Announce(testContext(t), "taken"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got, want := fetchReady(t, c, st, 2), []string{"rv.ready.waits", "rv.ready.taken"}; !slices.Equal(got, want) {
+		t.Errorf("announced are %q, want %q", got, want)
+	}
+}
+
+// fetchReady takes n announcements, as a worker does.
+func fetchReady(t *testing.T, c *Conn, st *Streams, n int) (subjects []string) {
+	t.Helper()
+	eventually(t, "the durable", func() bool {
+		_, err := consumerInfo(testContext(t), c.js, "RV_READY", st.Ready())
+		return err == nil
+	})
+	consumer, err := c.js.Consumer(testContext(t), "RV_READY", st.Ready())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range n {
+		m, err := consumer.Next(jetstream.FetchMaxWait(20 * time.Second))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := m.DoubleAck(testContext(t)); err != nil {
+			t.Fatal(err)
+		}
+		subjects = append(subjects, m.Subject())
+	}
+	return subjects
+}
+
+// Where all announcements are to be had, nothing is removed.
+func TestSweepingLeavesWhatWaits(t *testing.T) {
+	c, _ := startServer(t).connectWith(StreamOptions{MaxClockSkew: time.Millisecond})
+	a := NewSweepingAnnouncer(c)
+	for range 2 {
+		for _, s := range []claims.SessionID{"a", "b", "c"} {
+			if err := a.Announce(testContext(t), s); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if n, err := c.sweepReady(testContext(t)); n != 0 || err != nil {
+		t.Errorf("%d were removed, %v", n, err)
+	}
+	info, err := streamInfo(testContext(t), c.js, "RV_READY")
+	if err != nil || info.State.Msgs != 3 {
+		t.Errorf("%v, %v, want three announcements", info, err)
 	}
 }

@@ -131,6 +131,9 @@ func TestWorkersMayMakeStreams(t *testing.T) {
 			s.noViolations()
 			for _, stream := range streamsOf("rv") {
 				for _, request := range []string{"UPDATE", "DELETE", "PURGE", "MSG.DELETE"} {
+					if role == "scanner" && stream == "RV_READY" && request == "PURGE" { // it sweeps the queue
+						continue
+					}
 					denied(t, conn, attempt{subject: "$JS.API.STREAM." + request + "." + stream})
 				}
 			}

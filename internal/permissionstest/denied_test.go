@@ -188,7 +188,7 @@ func TestRolesDoNothingElse(t *testing.T) {
 			subscribe(slices.Concat(heard, spoken, live)...),
 		),
 		"scanner": slices.Concat(
-			publish(slices.Concat(w.api(), without(w.read("RV_QUARANTINE", "RV_REJECTED"), "STREAM.INFO."), w.take(), commands, elsewhere)...),
+			publish(slices.Concat(without(w.api(), "STREAM.PURGE.RV_READY"), without(w.read("RV_QUARANTINE", "RV_REJECTED"), "STREAM.INFO."), w.take(), commands, elsewhere)...),
 			publish("rv.rejected.wake", "rv.live.s1", "rv.worker.holder.notice", "$JS.API.DIRECT.GET.RV_COMMANDS", "$JS.API.STREAM.MSG.GET.RV_COMMANDS"),
 			subscribe(slices.Concat(heard, spoken, live, notice)...),
 		),

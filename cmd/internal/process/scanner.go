@@ -54,7 +54,7 @@ func Scanner(ctx context.Context, f flags.Scanner, stderr io.Writer) error {
 	}
 	scan, err := recovery.New(recovery.Parts{
 		Claims: p.store, Conversions: p.store, Held: p.store, Continuations: p.store, Sessions: p.store, Relays: p.store,
-		Retentions: p.store, Database: p.store, Announcer: bus.NewAnnouncer(p.conn), Relayer: p.relay, Copies: p.relay, Holder: keeper.Holder,
+		Retentions: p.store, Database: p.store, Announcer: bus.NewSweepingAnnouncer(p.conn), Relayer: p.relay, Copies: p.relay, Holder: keeper.Holder,
 	}, recovery.Options{
 		Batch: f.Batch, Every: f.Every, Limits: claims.Limits{Recoveries: f.MaxRecoveries, Takeovers: f.MaxTakeovers},
 		UncertainInterrupted: f.UncertainCancel == "interrupt", Retention: f.Retention, Logger: log,
