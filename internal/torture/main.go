@@ -13,6 +13,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -93,7 +94,7 @@ func run(ctx context.Context, o options) (found int, err error) {
 	defer func() {
 		w.close()
 		if err == nil && found == 0 && !o.Keep || o.Mutant != "" {
-			err = w.remove()
+			err = errors.Join(err, w.remove())
 		} else {
 			fmt.Println("logs, handlers' lines and stores are in", w.dir)
 		}
@@ -184,11 +185,15 @@ func (w *world) settle(ctx context.Context, limit time.Duration) error {
 	})
 }
 
-// waiting is what is left in the stream of commands, and who is to take it.
+// waiting is what is left in the queues, and who is to take it.
 func (w *world) waiting(ctx context.Context) string {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
-	s, err := w.js.Stream(ctx, "RV_COMMANDS")
+	return w.queue(ctx, "RV_COMMANDS") + w.queue(ctx, "RV_READY")
+}
+
+func (w *world) queue(ctx context.Context, stream string) string {
+	s, err := w.js.Stream(ctx, stream)
 	if err != nil {
 		return err.Error()
 	}
@@ -202,7 +207,7 @@ func (w *world) waiting(ctx context.Context) string {
 	for seq, n := state.FirstSeq, 0; seq <= state.LastSeq && n < 10; seq++ {
 		if m, err := s.GetMsg(ctx, seq); err == nil {
 			n++
-			fmt.Fprintf(&b, "command %d of %s: %s %.80s\n", seq, m.Time.Format(time.RFC3339Nano), m.Subject, m.Data)
+			fmt.Fprintf(&b, "message %d of %s: %s %.80s\n", seq, m.Time.Format(time.RFC3339Nano), m.Subject, m.Data)
 		}
 	}
 	return b.String()
