@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -70,22 +71,23 @@ func (a *audit) aged(now time.Time, session claims.SessionID) {
 	if a.idle[session].aged {
 		r.until = now.Add(idleFor)
 	}
-	a.leave(now, session, r)
+	a.leave(session, r)
 }
 
 // broken notes that a session could not be published again.
 func (a *audit) broken(now time.Time, session claims.SessionID) {
-	a.leave(now, session, rest{until: now.Add(brokenFor)})
+	a.leave(session, rest{until: now.Add(brokenFor)})
 }
 
-func (a *audit) leave(now time.Time, session claims.SessionID, r rest) {
+// begin begins with a page.
+func (a *audit) begin(now time.Time) {
+	a.at, a.more = now, false
 	if len(a.idle) >= auditMostIdle {
-		for s, r := range a.idle {
-			if !now.Before(r.until) {
-				delete(a.idle, s)
-			}
-		}
+		maps.DeleteFunc(a.idle, func(_ claims.SessionID, r rest) bool { return !now.Before(r.until) })
 	}
+}
+
+func (a *audit) leave(session claims.SessionID, r rest) {
 	if _, known := a.idle[session]; known || len(a.idle) < auditMostIdle {
 		a.idle[session] = r
 	}
@@ -119,7 +121,7 @@ func (l *lane) auditCopies() {
 	if l.lost || l.box.Err() != nil || !a.due(now, l.opts.Every) {
 		return
 	}
-	a.at, a.more = now, false
+	a.begin(now)
 	ctx, cancel := context.WithTimeout(l.box, l.opts.TimeBox/auditShare)
 	defer cancel()
 	limit := min(l.opts.Batch, auditMost)

@@ -241,7 +241,9 @@ func TestAuditRemembersLittle(t *testing.T) {
 	if len(a.idle) != auditMostIdle {
 		t.Errorf("%d are remembered", len(a.idle))
 	}
-	a.aged(now.Add(time.Hour), "late")
+	later := now.Add(time.Hour)
+	a.begin(later)
+	a.aged(later, "late")
 	if len(a.idle) != 1 {
 		t.Errorf("%d are remembered when their time is over", len(a.idle))
 	}
