@@ -24,6 +24,7 @@ import (
 const (
 	lingers  = 1200 * time.Millisecond // what does not stop when it is told to
 	talks    = 250 * time.Millisecond
+	resumes  = 1500 * time.Millisecond
 	longest  = 6 * time.Second // what waits to be stopped
 	refusing = 100 * time.Millisecond
 )
@@ -64,7 +65,9 @@ func does(req runner.Request) string {
 		switch {
 		case d.Do == "deadly", req.Continues == nil:
 			return d.Do
-		case d.Do == "retry" && req.Continues.Kind == claims.KindRetry && req.Continues.Attempt < 2:
+		case req.Continues.Kind != claims.KindRetry: // long enough for its former owner to come back and find it
+			return "resume"
+		case d.Do == "retry" && req.Continues.Attempt < 2:
 			return d.Do
 		}
 		return "end"
@@ -124,6 +127,8 @@ func inGo(ctx context.Context, req runner.Request, out *runner.Output) (runner.R
 			return result, err
 		}
 		return result, errors.Join(wait(talks), out.Text("that was it"))
+	case "resume":
+		return result, wait(resumes)
 	case "hang":
 		return result, wait(longest)
 	case "stubborn": // but it knows when its session is another's
@@ -188,6 +193,10 @@ func step() int {
 			return fail("stopped")
 		}
 		fmt.Println("that was it")
+	case "resume":
+		if wait(resumes) {
+			return fail("stopped")
+		}
 	case "hang":
 		if wait(longest) {
 			return fail("stopped")
