@@ -33,11 +33,11 @@ e2e: ## run the whole system from outside, as its users do
 spec: ## explore the model of the claim protocol in its large bounds (minutes, 4 GiB)
 	RV_TEST_SPEC=large go test -count=1 -timeout 1h -v -run TestLarge ./spec
 
-torture: ## break it on purpose, and prove that nothing broke (TIME=1h SEED=7 NATS=3 MUTANT=fence)
+torture: ## break it on purpose, and prove that nothing broke (TIME=1h SEED=7 NATS=3 RACE=1 MUTANT=fence)
 	@scripts/ensure-database.sh
-	go run ./internal/torture $(if $(SEED),--seed $(SEED)) $(if $(TIME),--time $(TIME)) $(if $(NATS),--nats $(NATS)) $(if $(MUTANT),--mutant $(MUTANT))
+	go run ./internal/torture $(if $(SEED),--seed $(SEED)) $(if $(TIME),--time $(TIME)) $(if $(NATS),--nats $(NATS)) $(if $(RACE),--race) $(if $(MUTANT),--mutant $(MUTANT))
 
-mutants: ## break one rule after the other, and see that torture finds each; half an hour
+mutants: ## break one rule after the other, and see that torture finds each; 40 minutes at most
 	@scripts/ensure-database.sh
 	go test -count=1 -v -tags mutants -timeout 60m -run TestMutantsAreFound ./internal/torture
 

@@ -307,7 +307,7 @@ func (c *Conn) needs(in *Inspection) []need {
 	t.api(ns.EventStream(), "DIRECT.GET", "", last(event), gone, wrk, scn, opr)
 	t.api(ns.EventStream(), "STREAM.MSG.GET", "", last(event), gone, wrk, scn, opr)
 	// Of one subject that nobody has, up to before the first message.
-	t.api(ns.ReadyStream(), "STREAM.PURGE", "", map[string]any{"filter": ns.ReadySubject(probeSession), "seq": 1}, nil, scn)
+	t.api(ns.ReadyStream(), "STREAM.PURGE", "", map[string]any{"filter": ns.ReadySubject(probeSession), "seq": 1}, nil, scn, opr)
 	t.api(ns.EventStream(), "CONSUMER.CREATE", probe+"."+event, other, codes(errOtherStream), obs, opr)
 	t.api(ns.EventStream(), "DIRECT.GET", event, nil, gone, obs, opr)
 	t.api(ns.QuarantineStream(), "DIRECT.GET", ns.Quarantine(probeSession), nil, gone, obs, opr)

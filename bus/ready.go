@@ -66,8 +66,12 @@ func (a *Announcer) publish(ctx context.Context, session claims.SessionID) (ther
 	return false, err
 }
 
-// sweepEvery is the least time between two sweeps of one process.
-const sweepEvery = 5 * time.Second
+const (
+	// sweepEvery is the least time between two sweeps of one process.
+	sweepEvery = 5 * time.Second
+	// sweepPause is what one that failed waits longer.
+	sweepPause = time.Minute
+)
 
 // sweeper removes announcements that were taken and are in the queue all the
 // same: those up to which the durable has acknowledged everything.
@@ -89,20 +93,20 @@ func (s *sweeper) run(ctx context.Context) bool {
 	}
 	s.last = time.Now()
 	n, err := s.conn.sweepReady(ctx)
-	switch {
-	case err != nil:
-		s.state.fail("announcements that were taken can't be looked for in the queue, trying on", "error", err)
-	case n > 0:
+	if err != nil { // it may be for want of a permission, which takes its time to be refused
+		s.last = time.Now().Add(sweepPause)
+		s.state.fail("announcements that were taken can't be removed from the queue, trying on", "error", err)
+		return false
+	}
+	s.state.ok("the queue of announcements can be looked at again")
+	if n > 0 {
 		s.conn.log.Warn("announcements were in the queue that had been taken; they are removed", "announcements", n)
-	default:
-		s.state.ok("the queue of announcements can be looked at again")
 	}
 	return n > 0
 }
 
-// sweepReady removes them and returns how many they were. A durable that
-// acknowledged something since the stream was asked is no harm: what is purged
-// was acknowledged.
+// sweepReady removes them and returns how many they were. The stream is asked
+// after its durable: on a busy queue an earlier answer is always behind.
 func (c *Conn) sweepReady(ctx context.Context) (removed uint64, err error) {
 	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
 	defer cancel()
@@ -111,12 +115,17 @@ func (c *Conn) sweepReady(ctx context.Context) (removed uint64, err error) {
 	if err != nil {
 		return 0, fmt.Errorf("stream %s: %w", name, err)
 	}
-	durable := (&Streams{ReadyID: stream.Config.Metadata[metadataID]}).Ready()
+	id, _ := streamID(stream)
+	durable := (&Streams{ReadyID: id}).Ready()
 	consumer, err := consumerInfo(ctx, c.js, name, durable)
 	if err != nil {
 		return 0, fmt.Errorf("durable %s: %w", durable, err)
 	}
-	if stream.State.Msgs == 0 || stream.State.FirstSeq > consumer.AckFloor.Stream {
+	if stream, err = streamInfo(ctx, c.js, name); err != nil {
+		return 0, fmt.Errorf("stream %s: %w", name, err)
+	}
+	now, _ := streamID(stream)
+	if now != id || stream.State.Msgs == 0 || stream.State.FirstSeq > consumer.AckFloor.Stream {
 		return 0, nil
 	}
 	// jetstream's Purge tells no number.

@@ -202,6 +202,9 @@ func (t *txn) wake(ctx context.Context, cmd claims.Command, acq *claims.Acquisit
 			}
 		}
 		if !h.empty() && h.bad == nil { // a bad continuation is left to the scanner
+			if cmd.Input != nil && direct == nil { // what starts is not this command's
+				t.trace = ""
+			}
 			started, err := t.start(ctx, acq, h, direct != nil)
 			return started, false, err
 		}

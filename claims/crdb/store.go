@@ -43,7 +43,7 @@ const (
 	// an error; its caller decides whether to go on.
 	maxAttempts = 30
 	// maxReads bounds how often a read is begun that the database breaks off.
-	maxReads = 3
+	maxReads    = 3
 	firstPause  = 2 * time.Millisecond
 	longestWait = 250 * time.Millisecond
 	// beatConns: a heartbeat, and a read beside it.

@@ -20,7 +20,7 @@ type Rules struct {
 	Refusal string
 	// Skew bounds how far the times of events are off the clock that Command.Sent is of.
 	Skew time.Duration
-	// AlertsLost: the stream of quarantines lost its tail, which nobody writes again.
+	// AlertsLost: the stream of quarantines lost its tail, of which not all is written again.
 	AlertsLost bool
 }
 
@@ -98,7 +98,7 @@ type data struct {
 	Continues *struct{ Kind, Step string }
 	Code      string
 	Continue  bool
-	How, Why  string
+	How       string
 	Joined    *bool
 }
 
@@ -191,7 +191,8 @@ func (c *check) all() {
 			c.problems[n] = fmt.Sprintf("event %d: %s", e.Seq, c.problems[n])
 		}
 	}
-	if !c.rules.AlertsLost && !slices.Equal(c.Alerts, alerts) {
+	if stray := slices.DeleteFunc(slices.Clone(c.Alerts), func(a string) bool { return slices.Contains(alerts, a) }); len(stray) > 0 ||
+		!c.rules.AlertsLost && !slices.Equal(c.Alerts, alerts) {
 		c.wrong("for alerts there is %q, want %q", c.Alerts, alerts)
 	}
 	c.end(int64(len(c.Log)))
@@ -373,6 +374,9 @@ func (c *check) endStep(e event, d data) {
 	case c.cancelling != "" && (!interrupted || d.Reason != c.cancelling):
 		c.wrong("%s with reason %q after an interrupt with reason %q (I9)", e.Type, d.Reason, c.cancelling)
 	}
+	if interrupted && c.cancelling == "" && (d.Joined == nil || *d.Joined) {
+		c.wrong("step %s was closed without a join, and says that it joined (I10)", e.Step)
+	}
 	if interrupted && c.cancelling == "" && d.Reason != c.rules.Refusal && c.released == "" {
 		c.hit(d.Reason, "a step", e.Execution) // whose worker was lost
 	}
@@ -474,7 +478,7 @@ func (c *check) everyInput() {
 			first[cmd.Input] = cmd
 			want = append(want, cmd.Input)
 		} else if f.Lost { // it may be this one that was applied
-			f.NotBefore = time.Now()
+			f.NotBefore = time.Unix(1, 0)
 			first[cmd.Input] = f
 		}
 	}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -72,7 +73,7 @@ var kinds = []kind{
 		return f.arm(rng, 8, []int{faultproxy.Commit}, faultproxy.UnknownApplied, faultproxy.UnknownDropped, faultproxy.CutBefore,
 			faultproxy.CutDuring, faultproxy.CutAfter, faultproxy.Late, faultproxy.Stall)
 	}},
-	{name: "crash database", do: crashDatabase, can: func(w *world) bool { return w.external == "" }},
+	{name: "crash database", do: crashDatabase, can: func(w *world) bool { return !w.external }},
 	{name: "kill NATS leader", do: killLeader},
 	{name: "lose stream tail", do: loseTail, can: func(w *world) bool { return len(w.nodes) == 1 }},
 	{name: "disk full", do: diskFull, can: func(w *world) bool { return w.nodes[0].mounted }},
@@ -112,13 +113,20 @@ func (f *faults) run(ctx context.Context, plan []planned) {
 		all.Go(func() {
 			from := time.Now()
 			target, err := p.kind.do(ctx, f, p.rng)
-			if err != nil {
+			switch {
+			case errors.Is(err, errInTheWay):
+				f.h.note("no %s of %s: %v", p.kind.name, target, err)
+				return
+			case err != nil:
 				f.h.wrong("fault %q: %v", p.kind.name, err)
 			}
 			f.h.fault(fault{kind: p.kind.name, target: target, from: from})
 		})
 	}
 }
+
+// errInTheWay: nothing was done.
+var errInTheWay = errors.New("another fault is in the way")
 
 // place is one of a worker or a scanner.
 func (f *faults) place(rng *rand.Rand, ofWorker bool) *place {
@@ -180,8 +188,8 @@ func rollingRestart(_ context.Context, f *faults, _ *rand.Rand) (string, error) 
 
 // spoil spoils a link for a while.
 func (f *faults) spoil(ctx context.Context, rng *rand.Rand, l *link, how func(*link) error) (string, error) {
-	if err := how(l); err != nil {
-		return l.proxy.Name, nil // another fault has it already
+	if err := how(l); err != nil { // another fault has it already
+		return l.proxy.Name, errInTheWay
 	}
 	pause(ctx, between(rng))
 	return l.proxy.Name, l.heal()
@@ -234,6 +242,7 @@ func killLeader(ctx context.Context, f *faults, rng *rand.Rand) (string, error) 
 func (f *faults) restart(ctx context.Context, n *node, meanwhile func() error) error {
 	f.l.publishing.Lock()
 	defer f.l.publishing.Unlock()
+	f.l.restarts.Add(1)
 	if err := meanwhile(); err != nil {
 		return err
 	}

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"slices"
@@ -22,10 +23,8 @@ type fault struct {
 
 // seen is an event that was heard as it was published.
 type seen struct {
-	at                       time.Time
-	session, kind, execution string
-	seq, epoch               int64
-	step, line               string
+	at                        time.Time
+	session, kind, step, line string
 }
 
 // suspect is a step that was closed as joined while something of it lived.
@@ -40,11 +39,12 @@ type history struct {
 	began    time.Time
 	problems []string
 	commands []judge.Command
-	rejects  int // commands that must be rejected
+	rejects  []string // bodies of commands that must be rejected
 	era      int
 	rewinds  int // of the streams
 	faults   []fault
 	stops    map[string][]fault // SIGSTOP to SIGCONT, by process
+	stalls   []fault            // when nobody on this machine could run
 	events   []seen
 	first    map[string]time.Time // when an event was heard first, by session and seq
 	suspects []suspect
@@ -86,16 +86,41 @@ const waking = time.Second
 
 // asleep tells whether a process could not run at a time, or had just begun to.
 func (h *history) asleep(process string, at time.Time) bool {
-	return slices.ContainsFunc(h.stops[process], func(f fault) bool { return !at.Before(f.from) && at.Before(f.to.Add(waking)) })
+	asleep := func(f fault) bool { return !at.Before(f.from) && at.Before(f.to.Add(waking)) }
+	return slices.ContainsFunc(h.stops[process], asleep) || slices.ContainsFunc(h.stalls, asleep)
+}
+
+const (
+	stallTick = 50 * time.Millisecond
+	// stall is longer than a process of a machine that is merely busy waits for its turn, and well within what lies
+	// between the end of a lease and its owner's own deadline.
+	stall = 250 * time.Millisecond
+)
+
+// watchStalls notes when this process could not run: the others could not either. It returns when ctx ends.
+func (h *history) watchStalls(ctx context.Context) {
+	for last := time.Now(); pause(ctx, stallTick); last = time.Now() {
+		if time.Since(last) > stall {
+			h.mu.Lock()
+			h.stalls = append(h.stalls, fault{from: last, to: time.Now()})
+			h.mu.Unlock()
+		}
+	}
 }
 
 // sent notes a command that its stream has acknowledged.
-func (h *history) sent(c judge.Command, era int) {
+func (h *history) sent(c judge.Command) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	c.Era = h.era
-	c.Repeated = c.Repeated && era != h.era
 	h.commands = append(h.commands, c)
+}
+
+// rejected notes a body that must be rejected.
+func (h *history) rejected(body string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.rejects = append(h.rejects, body)
 }
 
 // rewound notes that the streams were taken back in time.
@@ -110,12 +135,6 @@ func (h *history) note(format string, args ...any) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	fmt.Printf("%6.1fs  %s\n", time.Since(h.began).Seconds(), fmt.Sprintf(format, args...))
-}
-
-func (h *history) currentEra() int {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return h.era
 }
 
 // kept begins an era where the stream of commands holds less than it has acknowledged. last is its last sequence.
@@ -161,7 +180,7 @@ func (h *history) hear(dir truth.Dir, m *nats.Msg) {
 		h.wrong("event %q: %v", m.Data, err)
 		return
 	}
-	s := seen{time.Now(), e.Session, e.Type, e.Execution, e.Seq, e.Epoch, e.Step, string(m.Data)}
+	s := seen{time.Now(), e.Session, e.Type, e.Step, string(m.Data)}
 	lives := false
 	if slices.Contains([]string{"step.ended", "step.failed", "step.interrupted"}, e.Type) && (e.Data.Joined == nil || *e.Data.Joined) {
 		var err error

@@ -98,7 +98,7 @@ func TestSchedule(t *testing.T) {
 	if plan, _ := schedule(w, 7, time.Hour); len(plan) < 1000 {
 		t.Errorf("%d faults in an hour", len(plan))
 	}
-	_, left = schedule(&world{external: "x", nodes: []*node{{}, {}, {}}}, 7, time.Minute)
+	_, left = schedule(&world{external: true, nodes: []*node{{}, {}, {}}}, 7, time.Minute)
 	if got := strings.Join(left, ", "); got != "crash database, lose stream tail, disk full" {
 		t.Errorf("left out with a cluster and a database of somebody's: %q", got)
 	}

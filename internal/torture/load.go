@@ -40,6 +40,8 @@ type load struct {
 	h *history
 	// publishing is held for writing by whoever takes the stream of commands back in time.
 	publishing sync.RWMutex
+	restarts   atomic.Int64 // of servers
+	until      time.Time    // when the load ends
 	room       atomic.Bool
 	made       atomic.Int64 // sessions
 	deadly     atomic.Int64 // inputs that kill each worker
@@ -188,18 +190,20 @@ func (d *driver) something() {
 
 // malformed is what must be rejected, and change nothing.
 func (d *driver) malformed(s string) {
+	subject, body := "", malformedMark+d.id()+`"`
 	switch d.rng.IntN(3) {
 	case 0:
-		d.send("rv.wake."+s, `{"input":`)
+		subject = "rv.wake." + s // it ends too early
 	case 1:
-		d.send("rv.interrupt."+s, `{"reason":7}`)
+		subject, body = "rv.interrupt."+s, body+`,"reason":7}`
 	case 2:
-		d.send("rv.admit.-"+s, `{"input":{"id":"x","body":1}}`)
+		subject, body = "rv.admit.-"+s, body+`,"input":{"id":"x","body":1}}`
 	}
-	d.h.mu.Lock()
-	defer d.h.mu.Unlock()
-	d.h.rejects++
+	d.send(subject, body, func(uint64, int, int) { d.h.rejected(body) })
 }
+
+// malformedMark begins each of those bodies.
+const malformedMark = `{"malformed":"`
 
 // publish sends a command until the stream has it, and notes it.
 func (d *driver) publish(c judge.Command) {
@@ -224,26 +228,34 @@ func (d *driver) publish(c judge.Command) {
 		}
 	}
 	c.Sent = time.Now()
-	era := d.h.currentEra()
-	var attempts int
-	if c.Seq, attempts = d.send("rv."+c.Kind+"."+c.Session, body+"}"); c.Seq > 0 {
-		c.Repeated = attempts > 1
-		d.h.sent(c, era)
-	}
+	d.send("rv."+c.Kind+"."+c.Session, body+"}", func(seq uint64, attempts, restarts int) {
+		c.Seq, c.Repeated = seq, attempts > 1 && restarts > 0
+		d.h.sent(c)
+	})
 }
 
 // send publishes a message until the stream has it. Commands are published with a message id, so that a repetition is none.
-func (d *driver) send(subject, body string) (seq uint64, attempts int) {
+// What is to be noted of it is noted before the stream can be taken back: how often it was tried, and over how many
+// restarts of the servers.
+func (d *driver) send(subject, body string, note func(seq uint64, attempts, restarts int)) {
 	m := &nats.Msg{Subject: subject, Data: []byte(body)}
 	id := fmt.Sprintf("%d-%d-%s", d.number, time.Now().UnixNano(), subject)
-	for attempts = 1; ; attempts++ {
+	began := d.restarts.Load()
+	for attempts := 1; ; attempts++ {
 		d.publishing.RLock()
 		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
 		ack, err := d.w.js.PublishMsg(ctx, m, jetstream.WithMsgID(id))
 		cancel()
+		if err == nil {
+			note(ack.Sequence, attempts, int(d.restarts.Load()-began))
+		}
 		d.publishing.RUnlock()
 		if err == nil {
-			return ack.Sequence, attempts
+			return
+		}
+		if d.ctx.Err() != nil && time.Since(d.until) > patience { // the faults are over
+			d.h.wrong("%s can't be published: %v", subject, err)
+			return
 		}
 		if attempts%10 == 0 {
 			d.h.note("driver %d has tried %d times to publish on %s: %v", d.number, attempts, subject, err)
@@ -263,7 +275,7 @@ func (l *load) operate(ctx context.Context, rng *rand.Rand) {
 		s, why := sessions[0].ID, fmt.Sprintf("released as number %d", n)
 		l.h.released(s, why)
 		cmd := exec.CommandContext(ctx, l.w.program("reveille"), "quarantine", "release", s, "--as", ways[rng.IntN(len(ways))], "--why", why)
-		cmd.Env = append(os.Environ(), "RV_DATABASE_URL="+l.w.databaseURL(), "RV_NATS_URL="+l.w.nc.ConnectedUrl())
+		cmd.Env = append(os.Environ(), "RV_DATABASE_URL="+l.w.url, "RV_NATS_URL="+l.w.nc.ConnectedUrl())
 		if out, err := cmd.CombinedOutput(); err != nil && ctx.Err() == nil {
 			l.h.note("release of %s: %v: %s", s, err, out)
 		}

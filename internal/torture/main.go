@@ -53,12 +53,16 @@ func (o options) settleLimit() time.Duration {
 // mutantLimit is how long it may take to find a mutant.
 const mutantLimit = 5 * time.Minute
 
-// hunt runs a mutant, under one seed after the other, until it is found.
+// hunt runs a mutant, under one seed after the other, until it is found. Only what the mutant's rule is found by counts.
 func hunt(ctx context.Context, o options) (found int, err error) {
-	for began := time.Now(); found == 0 && time.Since(began) < mutantLimit-2*o.Time && err == nil; o.Seed++ {
+	began := time.Now()
+	for {
 		found, err = run(ctx, o)
+		if found > 0 || err != nil || time.Since(began) > mutantLimit-2*o.Time {
+			return found, err
+		}
+		o.Seed++
 	}
-	return found, err
 }
 
 func main() {
@@ -96,7 +100,7 @@ func run(ctx context.Context, o options) (found int, err error) {
 		if err == nil && found == 0 && !o.Keep || o.Mutant != "" {
 			err = errors.Join(err, w.remove())
 		} else {
-			fmt.Println("logs, handlers' lines and stores are in", w.dir)
+			fmt.Println("the logs and the handlers' lines are in", w.dir)
 		}
 	}()
 	if err != nil {
@@ -109,7 +113,10 @@ func run(ctx context.Context, o options) (found int, err error) {
 	if err := heard.SetPendingLimits(-1, -1); err != nil {
 		return 0, err
 	}
-	l := &load{w: w, h: h}
+	l := &load{w: w, h: h, until: time.Now().Add(o.Time)}
+	watching, watched := context.WithCancel(ctx)
+	defer watched()
+	go h.watchStalls(watching)
 	plan, left := schedule(w, o.Seed, o.Time)
 	h.began = time.Now()
 	loading, stopLoading := context.WithTimeout(ctx, o.Time+2*time.Second)
@@ -144,7 +151,16 @@ func run(ctx context.Context, o options) (found int, err error) {
 		return 0, err
 	}
 	v.report(o, idle, left)
-	return len(v.found), nil
+	if o.Mutant == "" {
+		return len(v.found), nil
+	}
+	m, err := findMutant(o.Mutant)
+	if err != nil {
+		return 0, err
+	}
+	found = m.found(v.found)
+	fmt.Printf("%d of them are what the mutant is found by: %q\n", found, m.finds)
+	return found, nil
 }
 
 // settle waits until nothing is left to do. The order matters: what was queued is in the tables once it is not.
@@ -224,7 +240,7 @@ func (v *verifier) report(o options, idle time.Duration, left []string) {
 	}
 	c := v.counts
 	fmt.Printf("\n%d sessions, %d commands (%d malformed), %d events, %d handler calls, %d quarantined\n",
-		c.sessions, c.commands, v.h.rejects, c.events, c.calls, c.quarantined)
+		c.sessions, c.commands, len(v.h.rejects), c.events, c.calls, c.quarantined)
 	fmt.Printf("faults by kind:")
 	for _, k := range kinds {
 		if byKind[k.name] > 0 {
@@ -237,6 +253,9 @@ func (v *verifier) report(o options, idle time.Duration, left []string) {
 	}
 	if len(c.overlaps) > 0 {
 		fmt.Printf("handlers of workers that could not run overlapped with the next %d times, for at most %v (I7)\n", len(c.overlaps), slices.Max(c.overlaps))
+	}
+	if len(v.h.stalls) > 0 {
+		fmt.Printf("this machine stood still %d times for more than %v\n", len(v.h.stalls), stall)
 	}
 	fmt.Printf("linearizable: %d sessions, not decided in time: %d\n", c.linear, c.unknown)
 	fmt.Printf("idle %.1fs after the faults; violations: %d (seed %d)\n", idle.Seconds(), len(v.found), o.Seed)

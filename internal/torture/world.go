@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -8,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"sync"
 	"syscall"
@@ -52,9 +54,10 @@ type world struct {
 	bin      string // of the programs
 	history  *history
 	links    links
-	external string // URL of a database that is not ours; empty: we have one
+	url      string // of the database, past all links
+	external bool   // the database is not ours
 	db       *localdb.Server
-	dbMu     sync.Mutex // held by whoever takes the database away
+	dbMu     sync.Mutex // held by whoever takes the database away, and reads db
 	pool     *pgxpool.Pool
 	nodes    []*node
 	natsMu   sync.Mutex // held by whoever takes servers away
@@ -65,7 +68,7 @@ type world struct {
 
 // newWorld starts everything. The caller closes it, also after an error.
 func newWorld(ctx context.Context, o options, h *history) (*world, error) {
-	w := &world{history: h, links: newLinks(), external: o.DatabaseURL}
+	w := &world{history: h, links: newLinks(), url: o.DatabaseURL, external: o.DatabaseURL != ""}
 	var err error
 	if w.dir, err = os.MkdirTemp("/var/tmp", "reveille-torture-"); err != nil {
 		return w, err
@@ -77,11 +80,14 @@ func newWorld(ctx context.Context, o options, h *history) (*world, error) {
 	if err := w.startDatabase(ctx); err != nil {
 		return w, err
 	}
-	if _, err := crdb.Migrate(ctx, w.databaseURL(), false); err != nil {
+	if _, err := crdb.Migrate(ctx, w.url, false); err != nil {
 		return w, err
 	}
-	if w.pool, err = pgxpool.New(ctx, w.databaseURL()); err != nil {
+	if w.pool, err = pgxpool.New(ctx, w.url); err != nil {
 		return w, err
+	}
+	if n, err := w.number(ctx, "SELECT count(*) FROM sessions"); err != nil || n > 0 { // its workers would take what they find
+		return w, cmp.Or(err, fmt.Errorf("the database has %d sessions: name an empty one", n))
 	}
 	if err := w.startNATS(ctx, o.Nats); err != nil {
 		return w, err
@@ -138,29 +144,21 @@ func (w *world) build(ctx context.Context, o options) error {
 	return nil
 }
 
-// databaseURL is the database's own, past all links.
-func (w *world) databaseURL() string {
-	if w.external != "" {
-		return w.external
-	}
-	return w.db.URL()
-}
-
 // startDatabase starts the server, at the port that it had.
 func (w *world) startDatabase(ctx context.Context) error {
-	if w.external != "" {
+	if w.external {
 		return nil
 	}
-	had := ""
-	if w.db != nil {
-		had = w.db.URL()
-	}
-	var err error
-	if w.db, err = localdb.Start(ctx, localdb.Options{Dir: filepath.Join(w.dir, "db")}); err != nil {
+	db, err := localdb.Start(ctx, localdb.Options{Dir: filepath.Join(w.dir, "db")})
+	if err != nil {
 		return err
 	}
-	if had != "" && had != w.db.URL() {
-		return fmt.Errorf("the database is at %s and was at %s: somebody took its port", w.db.URL(), had)
+	w.db = db
+	if w.url == "" {
+		w.url = db.URL()
+	}
+	if w.url != db.URL() {
+		return fmt.Errorf("the database is at %s and was at %s: somebody took its port", db.URL(), w.url)
 	}
 	return nil
 }
@@ -358,7 +356,7 @@ type process struct {
 func (w *world) add(program string, number, count int, args ...string) error {
 	p := &place{w: w, program: program, name: fmt.Sprintf("%s%d", program, number), gone: make(chan struct{})}
 	var err error
-	if p.door, err = w.links.newDoor(p.name, w.databaseURL()); err != nil {
+	if p.door, err = w.links.newDoor(p.name, w.url); err != nil {
 		return err
 	}
 	var urls []string
@@ -373,12 +371,13 @@ func (w *world) add(program string, number, count int, args ...string) error {
 	}
 	p.args = append(append([]string{"--nats-url", strings.Join(urls, ","), "--replicas", fmt.Sprint(count)}, common...), args...)
 	w.places = append(w.places, p)
-	if err := p.start(); err != nil {
+	err = p.start()
+	if p.proc == nil {
 		close(p.gone)
 		return err
 	}
 	go p.keep()
-	return nil
+	return err
 }
 
 func ownGroup() *syscall.SysProcAttr {
@@ -389,6 +388,9 @@ func ownGroup() *syscall.SysProcAttr {
 func (p *place) start() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.stopping {
+		return errStopping
+	}
 	p.started++
 	proc := &process{name: fmt.Sprintf("%s-%d", p.name, p.started), done: make(chan struct{})}
 	proc.log = filepath.Join(p.w.dir, proc.name+".log")
@@ -404,16 +406,16 @@ func (p *place) start() error {
 	if err := proc.cmd.Start(); err != nil {
 		return fmt.Errorf("starting %s: %w", proc.name, err)
 	}
-	if err := truth.Dir(p.w.dir).SetPID(proc.name, proc.cmd.Process.Pid); err != nil {
-		return err
-	}
 	go func() {
 		_ = proc.cmd.Wait() // how it ended stands in its state
 		close(proc.done)
 	}()
 	p.proc = proc
-	return nil
+	return truth.Dir(p.w.dir).SetPID(proc.name, proc.cmd.Process.Pid)
 }
+
+// errStopping: no process is started in this place any more.
+var errStopping = errors.New("the place is stopping")
 
 // restartPause is between a process's death and the start of the next.
 const restartPause = 200 * time.Millisecond
@@ -434,7 +436,10 @@ func (p *place) keep() {
 			return
 		}
 		time.Sleep(restartPause)
-		if err := p.start(); err != nil {
+		switch err := p.start(); {
+		case errors.Is(err, errStopping):
+			return
+		case err != nil:
 			p.w.history.wrong("%v", err)
 			return
 		}
@@ -447,10 +452,13 @@ func (p *place) now() *process {
 	return p.proc
 }
 
-// signal sends a signal to the present process, and tells whether it is one that ends it.
+// signal sends a signal to the present process, and returns that; nil where none could be started.
 func (p *place) signal(sig syscall.Signal) *process {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.proc == nil {
+		return nil
+	}
 	if sig == syscall.SIGTERM || sig == syscall.SIGKILL {
 		if p.proc.ending && sig == syscall.SIGTERM { // a second one would end it at once
 			return p.proc
@@ -482,15 +490,19 @@ func (w *world) stop() error {
 		p.mu.Unlock()
 		p.signal(syscall.SIGTERM)
 	}
+	var err error
 	for _, p := range w.places {
 		select {
 		case <-p.gone:
 		case <-time.After(patience):
-			return fmt.Errorf("%s does not end within %v of SIGTERM\n%s", p.name, patience, tail(p.now().log))
+			err = errors.Join(err, fmt.Errorf("%s does not end within %v of SIGTERM\n%s", p.name, patience, tail(p.now().log)))
 		}
 	}
-	return w.complaints()
+	return errors.Join(err, w.complaints())
 }
+
+// complaint is what no log may say, unless a handler was told to panic.
+var complaint = regexp.MustCompile(`DATA RACE|panic: .{0,40}|goroutine \d+ \[running\]`)
 
 // complaints are what no log may say.
 func (w *world) complaints() error {
@@ -498,9 +510,10 @@ func (w *world) complaints() error {
 	for _, path := range logs {
 		text, err2 := os.ReadFile(path)
 		err = errors.Join(err, err2)
-		for _, bad := range []string{"DATA RACE", "panic:", "goroutine 1 ["} {
-			if at := strings.Index(string(text), bad); at >= 0 && !strings.Contains(string(text[at:min(len(text), at+60)]), "it was told to panic") {
-				w.history.wrong("%s says %s:\n%.3000s", filepath.Base(path), bad, text[max(0, at-200):])
+		for _, at := range complaint.FindAllIndex(text, -1) {
+			if !strings.Contains(string(text[max(0, at[0]-200):min(len(text), at[1]+200)]), "it was told to panic") {
+				w.history.wrong("%s complains:\n%.3000s", filepath.Base(path), text[max(0, at[0]-200):])
+				break
 			}
 		}
 	}
