@@ -31,8 +31,7 @@ const (
 	// the stream by its age. Each look reads its log. Once may be a replica that
 	// lags, or another scanner that was first.
 	idleFor = 10 * time.Minute
-	// brokenFor is the same for one that could not be published again, and until
-	// the second look.
+	// brokenFor is the same for one that could not be published again.
 	brokenFor = time.Minute
 )
 
@@ -68,7 +67,7 @@ func (a *audit) pick(now time.Time, short []claims.SessionID) (out []claims.Sess
 
 // aged notes that nothing of a session was to be published again.
 func (a *audit) aged(now time.Time, session claims.SessionID) {
-	r := rest{until: now.Add(brokenFor), aged: true}
+	r := rest{until: now, aged: true}
 	if a.idle[session].aged {
 		r.until = now.Add(idleFor)
 	}
