@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -79,8 +80,12 @@ var kinds = []kind{
 	{name: "disk full", do: diskFull, can: func(w *world) bool { return w.nodes[0].mounted }},
 }
 
-// schedule is what goes wrong when: each kind that can be had once, in some order, and again until the time is over.
-func schedule(w *world, seed uint64, total time.Duration) (plan []planned, left []string) {
+// extra is how often each kind of more comes besides, in a minute.
+const extra = 5
+
+// schedule is what goes wrong when: each kind that can be had once, in some order, and again until the time is over, and
+// those named in more some times besides.
+func schedule(w *world, seed uint64, total time.Duration, more []string) (plan []planned, left []string) {
 	rng := rand.New(rand.NewPCG(seed, 1000))
 	var can []kind
 	for _, k := range kinds {
@@ -98,6 +103,16 @@ func schedule(w *world, seed uint64, total time.Duration) (plan []planned, left 
 			plan = append(plan, planned{at: time.Duration(n) * gap, kind: can[i], rng: rand.New(rand.NewPCG(seed, 2000+n))})
 		}
 	}
+	for _, name := range more {
+		k := kinds[slices.IndexFunc(kinds, func(k kind) bool { return k.name == name })]
+		count := extra * max(1, int(total/time.Minute))
+		for i := range count {
+			n := uint64(len(plan) + 1)
+			at := total * time.Duration(2*i+1) / time.Duration(2*count)
+			plan = append(plan, planned{at: at, kind: k, rng: rand.New(rand.NewPCG(seed, 2000+n))})
+		}
+	}
+	slices.SortStableFunc(plan, func(a, b planned) int { return int(a.at - b.at) })
 	return plan, left
 }
 

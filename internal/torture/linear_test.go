@@ -73,7 +73,7 @@ func TestLinear(t *testing.T) {
 
 func TestSchedule(t *testing.T) {
 	w := &world{nodes: []*node{{mounted: true}}}
-	plan, left := schedule(w, 7, time.Minute)
+	plan, left := schedule(w, 7, time.Minute, nil)
 	if len(left) > 0 {
 		t.Errorf("left out: %q", left)
 	}
@@ -89,16 +89,16 @@ func TestSchedule(t *testing.T) {
 			t.Errorf("%s comes %d times in a minute, want once", k.name, times[k.name])
 		}
 	}
-	again, _ := schedule(w, 7, time.Minute)
+	again, _ := schedule(w, 7, time.Minute, nil)
 	for i := range plan {
 		if plan[i].at != again[i].at || plan[i].kind.name != again[i].kind.name || plan[i].rng.Uint64() != again[i].rng.Uint64() {
 			t.Fatalf("fault %d is %v of %q, and was %v of %q", i, again[i].at, again[i].kind.name, plan[i].at, plan[i].kind.name)
 		}
 	}
-	if plan, _ := schedule(w, 7, time.Hour); len(plan) < 1000 {
+	if plan, _ := schedule(w, 7, time.Hour, nil); len(plan) < 1000 {
 		t.Errorf("%d faults in an hour", len(plan))
 	}
-	_, left = schedule(&world{external: true, nodes: []*node{{}, {}, {}}}, 7, time.Minute)
+	_, left = schedule(&world{external: true, nodes: []*node{{}, {}, {}}}, 7, time.Minute, nil)
 	if got := strings.Join(left, ", "); got != "crash database, lose stream tail, disk full" {
 		t.Errorf("left out with a cluster and a database of somebody's: %q", got)
 	}

@@ -21,7 +21,7 @@ const (
 	// lasting are the sessions of a driver that get one thing after another; a fresh one gets one.
 	lasting = 5
 	// mostBusy and mostQueued bound what waits: the load waits for the workers.
-	mostBusy, mostQueued = 40, 60
+	mostBusy, mostQueued = 24, 60
 	// tick is between two things that a driver does.
 	tick = 120 * time.Millisecond
 	// delay is of what is not due at once.

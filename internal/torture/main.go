@@ -41,14 +41,8 @@ type options struct {
 	Keep        bool          `help:"Keep the folder with the logs."`
 }
 
-// settleLimit bounds how long the system may take to be idle when the faults have stopped. Of a mutant nobody waits for
-// that it is after all.
-func (o options) settleLimit() time.Duration {
-	if o.Mutant != "" {
-		return 30 * time.Second
-	}
-	return 90 * time.Second
-}
+// settleLimit bounds how long the system may take to be idle when the faults have stopped.
+const settleLimit = 90 * time.Second
 
 // mutantLimit is how long it may take to find a mutant.
 const mutantLimit = 5 * time.Minute
@@ -117,7 +111,11 @@ func run(ctx context.Context, o options) (found int, err error) {
 	watching, watched := context.WithCancel(ctx)
 	defer watched()
 	go h.watchStalls(watching)
-	plan, left := schedule(w, o.Seed, o.Time)
+	m, err := findMutant(o.Mutant)
+	if err != nil {
+		return 0, err
+	}
+	plan, left := schedule(w, o.Seed, o.Time, m.faults)
 	h.began = time.Now()
 	loading, stopLoading := context.WithTimeout(ctx, o.Time+2*time.Second)
 	defer stopLoading()
@@ -139,8 +137,8 @@ func run(ctx context.Context, o options) (found int, err error) {
 		return 0, ctx.Err()
 	}
 	began := time.Now()
-	if err := w.settle(ctx, o.settleLimit()); err != nil {
-		h.wrong("the system is not idle %v after the faults stopped (I32): %v\n%s", o.settleLimit(), err, w.waiting(ctx))
+	if err := w.settle(ctx); err != nil {
+		h.wrong("the system is not idle %v after the faults stopped (I32): %v\n%s", settleLimit, err, w.waiting(ctx))
 	}
 	idle := time.Since(began)
 	if err := w.stop(); err != nil {
@@ -154,18 +152,14 @@ func run(ctx context.Context, o options) (found int, err error) {
 	if o.Mutant == "" {
 		return len(v.found), nil
 	}
-	m, err := findMutant(o.Mutant)
-	if err != nil {
-		return 0, err
-	}
 	found = m.found(v.found)
 	fmt.Printf("%d of them are what the mutant is found by: %q\n", found, m.finds)
 	return found, nil
 }
 
 // settle waits until nothing is left to do. The order matters: what was queued is in the tables once it is not.
-func (w *world) settle(ctx context.Context, limit time.Duration) error {
-	return within(ctx, limit, "the system to be idle", func() error {
+func (w *world) settle(ctx context.Context) error {
+	return within(ctx, settleLimit, "the system to be idle", func() error {
 		look, cancel := context.WithTimeout(ctx, 5*time.Second)
 		defer cancel()
 		queued, err := w.queued(look)
