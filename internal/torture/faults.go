@@ -173,10 +173,10 @@ func between(rng *rand.Rand) time.Duration {
 	return lease/2 + time.Duration(rng.Int64N(int64(lease)))
 }
 
-// stop stops a process beyond its lease.
+// stop stops a process beyond its lease, until others have what it had, and go on with it.
 func (f *faults) stop(ctx context.Context, rng *rand.Rand, ofWorker bool) (string, error) {
 	p := f.place(rng, ofWorker)
-	d := lease + time.Duration(rng.Int64N(int64(lease/2)))
+	d := lease + lease/4 + time.Duration(rng.Int64N(int64(lease/2)))
 	from := time.Now()
 	proc := p.signal(syscall.SIGSTOP)
 	pause(ctx, d)

@@ -91,7 +91,7 @@ func run(ctx context.Context, o options) (found int, err error) {
 	w, err := newWorld(ctx, o, h)
 	defer func() {
 		w.close()
-		if err == nil && found == 0 && !o.Keep || o.Mutant != "" {
+		if !o.Keep && (err == nil && found == 0 || o.Mutant != "") {
 			err = errors.Join(err, w.remove())
 		} else {
 			fmt.Println("the logs and the handlers' lines are in", w.dir)
@@ -159,6 +159,14 @@ func run(ctx context.Context, o options) (found int, err error) {
 
 // settle waits until nothing is left to do. The order matters: what was queued is in the tables once it is not.
 func (w *world) settle(ctx context.Context) error {
+	began, said := time.Now(), 0
+	say := func(err error) error {
+		if waited := int(time.Since(began) / (15 * time.Second)); waited > said {
+			said = waited
+			w.history.note("waiting for the system to be idle: %v", err)
+		}
+		return err
+	}
 	return within(ctx, settleLimit, "the system to be idle", func() error {
 		look, cancel := context.WithTimeout(ctx, 5*time.Second)
 		defer cancel()
@@ -188,8 +196,8 @@ func (w *world) settle(ctx context.Context) error {
 		}
 		lost := events - int(stream.CachedInfo().State.Msgs) // a scanner sees to them
 		if queued+busy+claims+unrelayed > 0 || lost != 0 {
-			return fmt.Errorf("%d commands, %d sessions with work, %d claims, %d sessions whose events are not published, %d events that the stream lacks",
-				queued, busy, claims, unrelayed, lost)
+			return say(fmt.Errorf("%d commands, %d sessions with work, %d claims, %d sessions whose events are not published, %d events that the stream lacks",
+				queued, busy, claims, unrelayed, lost))
 		}
 		return nil
 	})

@@ -24,7 +24,7 @@ import (
 const (
 	lingers  = 1200 * time.Millisecond // what does not stop when it is told to
 	talks    = 250 * time.Millisecond
-	resumes  = 1500 * time.Millisecond
+	resumes  = 3 * time.Second
 	longest  = 6 * time.Second // what waits to be stopped
 	refusing = 100 * time.Millisecond
 )
