@@ -24,6 +24,8 @@ const (
 	mostBusy, mostQueued = 24, 60
 	// tick is between two things that a driver does.
 	tick = 120 * time.Millisecond
+	// lookTimeout bounds a look at what waits.
+	lookTimeout = 2 * time.Second
 	// delay is of what is not due at once.
 	delay = 400 * time.Millisecond
 )
@@ -63,8 +65,10 @@ func (l *load) run(ctx context.Context, seed uint64) {
 	defer all.Wait()
 	all.Go(func() {
 		for ctx.Err() == nil {
-			busy, err1 := l.w.busy(ctx)
-			queued, err2 := l.w.queued(ctx)
+			look, cancel := context.WithTimeout(ctx, lookTimeout) // the answer of a server that was killed does not come
+			busy, err1 := l.w.busy(look)
+			queued, err2 := l.w.queued(look)
+			cancel()
 			l.room.Store(err1 == nil && err2 == nil && busy < mostBusy && queued < mostQueued)
 			pause(ctx, 2*pollEvery)
 		}
@@ -268,7 +272,9 @@ func (d *driver) send(subject, body string, note func(seq uint64, attempts, rest
 func (l *load) operate(ctx context.Context, rng *rand.Rand) {
 	ways := []string{"retry", "interrupted", "discard"}
 	for n := 0; pause(ctx, time.Second); n++ {
-		sessions, err := rows[struct{ ID string }](ctx, l.w, `SELECT session_id AS id FROM quarantines ORDER BY created_at LIMIT 1`)
+		look, cancel := context.WithTimeout(ctx, lookTimeout)
+		sessions, err := rows[struct{ ID string }](look, l.w, `SELECT session_id AS id FROM quarantines ORDER BY created_at LIMIT 1`)
+		cancel()
 		if err != nil || len(sessions) == 0 {
 			continue
 		}
