@@ -20,8 +20,8 @@ const (
 	drivers = 4
 	// lasting are the sessions of a driver that get one thing after another; a fresh one gets one.
 	lasting = 5
-	// mostBusy and mostQueued bound what waits: the load waits for the workers.
-	mostBusy, mostQueued = 24, 60
+	// mostBusy and mostQueued bound what waits: the load waits for the workers, and leaves slots for what is recovered.
+	mostBusy, mostQueued = 12, 60
 	// tick is between two things that a driver does.
 	tick = 120 * time.Millisecond
 	// lookTimeout bounds a look at what waits.
