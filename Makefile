@@ -1,9 +1,8 @@
-# Everything a developer types. Variables: ARGS of `make run`; PKG and RUN of `make test` (without PKG all packages, the
-# longest first: the others run beside them).
+# Everything a developer types. Variables: ARGS of `make run`; PKG and RUN of `make test`.
 .DEFAULT_GOAL := help
 .PHONY: help run build test e2e spec torture mutants check clean
 
-PKG ?= ./internal/systemtest ./internal/crashtest ./...
+PKG ?= ./...
 ARGS ?=
 RUN ?=
 TOOL := go tool -modfile=tools/go.mod
