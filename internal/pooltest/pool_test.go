@@ -763,3 +763,38 @@ func TestOutputThatWaitsForTheLogEndsWithTheStep(t *testing.T) {
 		t.Errorf("events: %s", types)
 	}
 }
+
+// Of the sessions that are announced, a few are acquired at once, and the others when those are; all are.
+func TestAcquisitionsAtOnceAreBounded(t *testing.T) {
+	const sessions, most = 20, 4
+	w := newWorld(t)
+	o := options()
+	o.Slots = sessions
+	m := w.worker(o)
+	for i := range sessions {
+		cmd := w.command(claims.Command{Kind: claims.Wake, Session: claims.SessionID(fmt.Sprint("s", i))})
+		if _, err := m.pool.Apply(t.Context(), cmd, false); err != nil {
+			t.Fatal(err)
+		}
+	}
+	gate := m.store.standing("before:acquire")
+	for i := range sessions {
+		if !m.pool.Start(t.Context(), claims.SessionID(fmt.Sprint("s", i))) {
+			t.Fatalf("no slot for session %d", i)
+		}
+	}
+	for range most {
+		wait(w, "acquisition", gate.reached)
+	}
+	for range sessions - most {
+		if n := len(gate.reached); n > 0 {
+			t.Fatalf("%d more are acquired while %d are", n, most)
+		}
+		gate.open <- struct{}{}
+		wait(w, "acquisition in its place", gate.reached)
+	}
+	close(gate.open)
+	for range sessions {
+		m.call().end()
+	}
+}

@@ -37,6 +37,7 @@ func TestMain(m *testing.M) {
 type gate struct {
 	reached chan struct{}
 	open    chan struct{}
+	stands  bool // it holds all that come, and not only the first
 }
 
 func newGate() *gate { return &gate{reached: make(chan struct{}, 100), open: make(chan struct{})} }
@@ -65,6 +66,15 @@ func (g *gated) gate(at string) *gate {
 	return gt
 }
 
+// standing is a gate that stays.
+func (g *gated) standing(at string) *gate {
+	gt := g.gate(at)
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	gt.stands = true
+	return gt
+}
+
 func (g *gated) failOnce(op string, err error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -87,7 +97,9 @@ func (g *gated) around(op string, f func() error) error {
 func (g *gated) at(where string) {
 	g.mu.Lock()
 	gt := g.gates[where]
-	delete(g.gates, where)
+	if gt != nil && !gt.stands {
+		delete(g.gates, where)
+	}
 	g.mu.Unlock()
 	if gt != nil {
 		gt.pass()
