@@ -103,3 +103,37 @@ func TestSchedule(t *testing.T) {
 		t.Errorf("left out with a cluster and a database of somebody's: %q", got)
 	}
 }
+
+func TestOverlaps(t *testing.T) {
+	began := time.Now()
+	at := func(n int) time.Time { return began.Add(time.Duration(n) * time.Second) }
+	line := func(n int, what, step, worker string) truth.Line {
+		return truth.Line{At: at(n), What: what, Session: "s", Step: step, Worker: worker}
+	}
+	first := line(0, truth.Start, "1", "a")
+	overlap := line(5, truth.Overlap, "2", "b")
+	overlap.Holder = &first
+	lines := []truth.Line{first, overlap, line(5, truth.Start, "2", "b"), line(6, truth.End, "2", "b"), line(8, truth.End, "1", "a")}
+	for name, tc := range map[string]struct {
+		stopped string
+		from    int
+		to      int
+		wrong   int
+	}{
+		"nobody was stopped":                    {wrong: 1},
+		"the first was, until the end":          {stopped: "a", from: 1, to: 8},
+		"the first was, and went on for long":   {stopped: "a", from: 1, to: 6, wrong: 1},
+		"the later one was, and ended at once":  {stopped: "b", from: 1, to: 6},
+		"the later one was, and not at the end": {stopped: "b", from: 1, to: 4, wrong: 1},
+	} {
+		v := &verifier{h: newHistory(), lines: lines}
+		v.h.stops[tc.stopped] = []fault{{from: at(tc.from), to: at(tc.to)}}
+		if tc.stopped == "" {
+			clear(v.h.stops)
+		}
+		v.overlaps()
+		if len(v.found) != tc.wrong || len(v.counts.overlaps) != 1-tc.wrong {
+			t.Errorf("%s: %d violations and %d overlaps that are allowed, want %d", name, len(v.found), len(v.counts.overlaps), tc.wrong)
+		}
+	}
+}

@@ -188,8 +188,9 @@ func (v *verifier) rejected(ctx context.Context) error {
 	return nil
 }
 
-// overlaps: two handlers of one session at once are allowed only where the worker of the first could not run, and so could
-// not stop it: until it can again, and a moment longer (I7).
+// overlaps: two handlers of one session at once are allowed only where the worker of one could not run, and so could not
+// stop it: until it can again, and a moment longer (I7). That one is mostly the first; it is the later one where its worker
+// was stopped between its look at the lease and the call.
 func (v *verifier) overlaps() {
 	for _, l := range v.lines {
 		if l.What != truth.Overlap {
@@ -199,6 +200,10 @@ func (v *verifier) overlaps() {
 		end, known := v.over(l, holder)
 		if holder != nil && v.h.asleep(holder.Worker, l.At) && (!known || v.h.asleep(holder.Worker, end)) {
 			v.counts.overlaps = append(v.counts.overlaps, end.Sub(l.At))
+			continue
+		}
+		if own, ok := v.line(truth.End, l.Step); ok && v.h.asleep(l.Worker, l.At) && v.h.asleep(l.Worker, own.At) {
+			v.counts.overlaps = append(v.counts.overlaps, own.At.Sub(l.At))
 			continue
 		}
 		v.wrong(l.Session, l.At, "step %s of %s was called while %+v was there, for %v or more (I1, I7)", l.Step, l.Worker, holder, end.Sub(l.At))
