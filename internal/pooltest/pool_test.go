@@ -778,6 +778,8 @@ func TestAcquisitionsAtOnceAreBounded(t *testing.T) {
 		}
 	}
 	gate := m.store.standing("before:acquire")
+	release := sync.OnceFunc(func() { close(gate.open) })
+	defer release() // also where the test fails: the worker ends when its acquisitions do
 	for i := range sessions {
 		if !m.pool.Start(t.Context(), claims.SessionID(fmt.Sprint("s", i))) {
 			t.Fatalf("no slot for session %d", i)
@@ -793,7 +795,7 @@ func TestAcquisitionsAtOnceAreBounded(t *testing.T) {
 		gate.open <- struct{}{}
 		wait(w, "acquisition in its place", gate.reached)
 	}
-	close(gate.open)
+	release()
 	for range sessions {
 		m.call().end()
 	}
