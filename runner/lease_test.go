@@ -187,6 +187,25 @@ func TestI4LateHeartbeat(t *testing.T) {
 	})
 }
 
+// Whoever finds at a look that the time is up finds the cause at the same look, before any timer or goroutine has had a
+// turn: a step that was not called for that reason must not be taken for one that ended well, which the database,
+// where the lease has the skew and the margin left to live, would believe (I16).
+func TestI16NoCallHasACause(t *testing.T) {
+	o := testLease()
+	for range 1000 {
+		tenure := newTenure("h", &o, time.Now().Add(o.MaxClockSkew+o.StopMargin-o.Lease))
+		e := newExecution(&Pool{}, tenure, "s")
+		e.known = true
+		if e.mayCall() {
+			t.Fatal("it may call past the deadline")
+		}
+		if !errors.Is(context.Cause(e.ctx), claims.ErrLeaseLost) {
+			t.Fatalf("and the cause is %v, want ErrLeaseLost", context.Cause(e.ctx))
+		}
+		e.stop(nil)
+	}
+}
+
 // A lease whose opening took longer than it may be trusted is not used.
 func TestI7SlowOpen(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -1,6 +1,7 @@
 package runner
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -47,9 +48,9 @@ func newExecution(p *Pool, t *tenure, session claims.SessionID) *execution {
 		pool: p, tenure: t, session: session, phase: claims.Running, killed: make(chan struct{}),
 		id: claims.ExecutionID(uuid.NewString()), first: claims.StepID(uuid.NewString()),
 	}
-	e.ctx, e.cancel = context.WithCancelCause(context.Background())
+	// Not by AfterFunc, which would be later: who is told that it does not own the claim finds the cause here (I16).
+	e.ctx, e.cancel = context.WithCancelCause(t.lost)
 	e.release = append(e.release, context.AfterFunc(t.lost, func() {
-		e.cancel(claims.ErrLeaseLost)
 		select {
 		case <-t.killed: // --kill-after does not apply: the deadline does (I7)
 			e.kill()
@@ -158,7 +159,8 @@ func (e *execution) heard(err error) {
 }
 
 // mayCall checks ownership immediately before an external call (I16): the
-// local deadline and the phase last heard.
+// local deadline and the phase last heard. Where it reports false, ctx has its
+// cause or the phase is not running, so the step can't be taken for one that ended.
 func (e *execution) mayCall() bool {
 	return e.tenure.trusted() && e.ctx.Err() == nil && e.is(claims.Running)
 }
@@ -329,7 +331,7 @@ func (p *Pool) call(ctx context.Context, e *execution, req Request, out *Output,
 		return Result{}, &Failure{Code: claims.CodeHandler, Message: err.Error(), Retryable: true}
 	}
 	if !e.mayCall() {
-		return Result{}, context.Cause(e.ctx)
+		return Result{}, cmp.Or(context.Cause(e.ctx), claims.ErrInterrupted)
 	}
 	result, err = p.handler.Step(ctx, req, out)
 	if err == nil {
