@@ -504,6 +504,27 @@ func TestHandOverAtShutdown(t *testing.T) {
 		"execution.started", "step.started(handover 0)", "step.ended", "execution.ended(completed)")
 }
 
+// A step that failed before anybody stopped it has failed, also where a shutdown comes while its finalizers join.
+func TestFailureBeforeTheShutdownCounts(t *testing.T) {
+	w := newWorld(t)
+	m := w.worker(options())
+	m.wake("s", "a")
+	c := m.call()
+	release := make(chan struct{})
+	if err := c.out.Go(func() { <-release }); err != nil {
+		t.Fatal(err)
+	}
+	c.fail(errors.New("no such model"))
+	m.awaitLog("handler returned")
+	drained := make(chan struct{})
+	go func() { defer close(drained); m.pool.Drain() }()
+	wait(w, "cancellation", c.ctx.Done())
+	close(release)
+	wait(w, "drain", drained)
+	w.settled("s")
+	w.wantTypes("s", "input.admitted", "execution.started", "input.promoted", "step.started", "step.failed(handler)", "execution.ended(failed)")
+}
+
 // A worker whose lease the database calls expired stops, and goes on as a new
 // holder; what it still owns it may hand over (I4, I7).
 func TestI4ExpiredLeaseIsNotRevived(t *testing.T) {

@@ -211,6 +211,7 @@ type member struct {
 	calls   chan *call
 	told    *told
 	handler runner.Handler
+	lines   chan string // of its log, the first thousand that nobody read
 	end     func()
 }
 
@@ -246,7 +247,7 @@ func (w *world) workerWith(o runner.Options, with func(runner.Handler) runner.Ha
 		w.t.Fatal(err)
 	}
 	m := &member{
-		w: w, calls: make(chan *call, 100), told: &told{signal: make(chan claims.SessionID, 100)},
+		w: w, calls: make(chan *call, 100), lines: make(chan string, 1000), told: &told{signal: make(chan claims.SessionID, 100)},
 		store: &gated{Store: store, gates: map[string]*gate{}, fails: map[string]error{}, calls: map[string]int{}},
 	}
 	m.handler = runner.HandlerFunc(func(ctx context.Context, req runner.Request, out *runner.Output) (runner.Result, error) {
@@ -257,7 +258,7 @@ func (w *world) workerWith(o runner.Options, with func(runner.Handler) runner.Ha
 	if with != nil {
 		m.handler = with(m.handler)
 	}
-	log := slog.New(slog.NewTextHandler(testWriter{w.t}, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	log := slog.New(slog.NewTextHandler(testWriter{w.t, m.lines}, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	if m.pool, err = runner.NewPool(m.store, m.told, m.handler, o, nil, log); err != nil {
 		w.t.Fatal(err)
 	}
@@ -279,11 +280,27 @@ func (w *world) workerWith(o runner.Options, with func(runner.Handler) runner.Ha
 	return m
 }
 
-type testWriter struct{ t *testing.T }
+// testWriter writes a log to the test's, and gives it to who waits for a line.
+type testWriter struct {
+	t     *testing.T
+	lines chan string
+}
 
 func (w testWriter) Write(b []byte) (int, error) {
-	w.t.Log(strings.TrimSpace(string(b)))
+	line := strings.TrimSpace(string(b))
+	w.t.Log(line)
+	select {
+	case w.lines <- line:
+	default:
+	}
 	return len(b), nil
+}
+
+// awaitLog waits until the member's log says something.
+func (m *member) awaitLog(text string) {
+	m.w.t.Helper()
+	for !strings.Contains(wait(m.w, fmt.Sprintf("log line with %q", text), m.lines), text) {
+	}
 }
 
 const patience = 30 * time.Second
