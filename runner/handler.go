@@ -67,6 +67,23 @@ type Request struct {
 	// cancellation, or at the lease's end (I7), whichever is first. A handler that
 	// runs something it can kill kills it then.
 	Killed <-chan struct{} `json:"-"`
+	// Deadline is that of the worker's lease, for handlers that have something
+	// besides this process that can hold to it. It is nil where there is none.
+	Deadline Deadline `json:"-"`
+}
+
+// Deadline says when everything that runs under a worker lease must be gone
+// (I7): Killed closes then, if this process can run then. It is safe for
+// concurrent use.
+type Deadline interface {
+	// Holder names the lease; all steps under it have the same deadline.
+	Holder() claims.HolderID
+	// Follow calls f with the instant of the deadline, and again whenever a
+	// heartbeat has moved it, until stop is called. It is over by the monotonic or
+	// by the wall clock, whichever is first. f must not block: a heartbeat waits
+	// for it. stop may be called more than once, and not by f; f is not called any
+	// more when it has returned.
+	Follow(f func(until time.Time)) (stop func())
 }
 
 // Document is the request as one line of JSON, without a newline. Lists are

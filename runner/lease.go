@@ -67,14 +67,15 @@ type tenure struct {
 	lose   context.CancelCauseFunc
 	killed chan struct{}
 
-	mu   sync.Mutex
-	sent time.Time // when the last heartbeat that committed was sent
-	over bool
-	dead bool // killed is closed
+	mu        sync.Mutex
+	sent      time.Time // when the last heartbeat that committed was sent
+	over      bool
+	dead      bool // killed is closed
+	followers map[*func(time.Time)]struct{}
 }
 
 func newTenure(holder claims.HolderID, opts *LeaseOptions, sent time.Time) *tenure {
-	t := &tenure{holder: holder, opts: opts, sent: sent, killed: make(chan struct{})}
+	t := &tenure{holder: holder, opts: opts, sent: sent, killed: make(chan struct{}), followers: map[*func(time.Time)]struct{}{}}
 	t.lost, t.lose = context.WithCancelCause(context.Background())
 	return t
 }
@@ -140,6 +141,28 @@ func (t *tenure) renew(sent time.Time) {
 	defer t.mu.Unlock()
 	if !t.over && sent.After(t.sent) {
 		t.sent = sent
+		for f := range t.followers {
+			(*f)(t.until())
+		}
+	}
+}
+
+// until is when what runs of the tenure must be gone. Callers hold mu.
+func (t *tenure) until() time.Time { return t.sent.Add(t.opts.Lease - t.opts.MaxClockSkew) }
+
+// Holder implements Deadline.
+func (t *tenure) Holder() claims.HolderID { return t.holder }
+
+// Follow implements Deadline.
+func (t *tenure) Follow(f func(until time.Time)) (stop func()) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.followers[&f] = struct{}{}
+	f(t.until())
+	return func() {
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		delete(t.followers, &f)
 	}
 }
 

@@ -206,6 +206,62 @@ func TestI16NoCallHasACause(t *testing.T) {
 	}
 }
 
+// ends notes how steps and executions are ended.
+type ends struct {
+	Steps
+	Settler
+	Events
+	how []string
+}
+
+func (e *ends) Finish(context.Context, claims.Claim, claims.Ending, *claims.Token) (claims.Settlement, error) {
+	e.how = append(e.how, "finish")
+	return claims.Settlement{}, nil
+}
+
+func (e *ends) HandOver(context.Context, claims.Claim, []claims.Content, *claims.Token) (claims.Settlement, error) {
+	e.how = append(e.how, "hand over")
+	return claims.Settlement{}, nil
+}
+
+func (e *ends) Poke(claims.SessionID) {}
+
+// A worker that stood still past its lease finds its step ended, by the guard: that is no failure of the step's, also
+// where the worker's own timers have not had a turn yet and the database still calls the lease live (I7).
+func TestI7StepThatTheGuardEndedIsHandedOver(t *testing.T) {
+	o := testLease()
+	for left, want := range map[time.Duration]string{time.Second: "finish", 0: "hand over"} {
+		e := &ends{}
+		p := &Pool{steps: e, settle: e, events: e, log: slog.New(slog.DiscardHandler), hard: t.Context()}
+		p.metrics = newPoolMetrics(p)
+		tenure := newTenure("h", &o, time.Now().Add(o.MaxClockSkew+o.StopMargin-o.Lease+left))
+		x := newExecution(p, tenure, "s")
+		x.known = true
+		p.close(x, claims.Step{}, ending{called: true, err: &Failure{Code: claims.CodeExit, Message: "killed by SIGKILL"}}, p.log)
+		if !slices.Equal(e.how, []string{want}) {
+			t.Errorf("%v before the lease is over: %q, want %s", left, e.how, want)
+		}
+		x.stop(nil)
+	}
+}
+
+// A deadline is followed from where it is, and wherever a heartbeat moves it.
+func TestI7DeadlineIsFollowed(t *testing.T) {
+	o, sent := testLease(), time.Now()
+	tenure := newTenure("h", &o, sent)
+	var heard []time.Duration
+	stop := tenure.Follow(func(until time.Time) { heard = append(heard, until.Sub(sent)) })
+	tenure.renew(sent.Add(time.Second))
+	tenure.renew(sent) // an older one
+	tenure.renew(sent.Add(3 * time.Second))
+	stop()
+	stop()
+	tenure.renew(sent.Add(4 * time.Second))
+	if lasts := o.Lease - o.MaxClockSkew; !slices.Equal(heard, []time.Duration{lasts, lasts + time.Second, lasts + 3*time.Second}) {
+		t.Errorf("heard %v", heard)
+	}
+}
+
 // A lease whose opening took longer than it may be trusted is not used.
 func TestI7SlowOpen(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -224,6 +224,9 @@ type ending struct {
 	result Result
 	err    error // of the handler; nil: it ended well
 	called bool
+	// unasked: the handler came back before anybody stopped it. What it said counts,
+	// also where its finalizers join after that.
+	unasked bool
 	// timedOut: the kill of --step-timeout may be under way, so no step of this
 	// execution follows.
 	timedOut bool
@@ -249,22 +252,25 @@ func (p *Pool) step(e *execution, step claims.Step, log *slog.Logger) ending {
 		end.called = true
 		req := Request{
 			Session: e.session, Execution: e.id, Epoch: e.epoch, Step: step.ID, Index: step.Index,
-			Inputs: step.Inputs, Continues: step.Continues, History: history, Trace: step.Trace, Killed: e.killedBy(ctx),
+			Inputs: step.Inputs, Continues: step.Continues, History: history, Trace: step.Trace, Killed: e.killedBy(ctx), Deadline: e.tenure,
 		}
 		var result Result
+		unasked := false
 		failed := errors.New("the handler ended its goroutine and answered nothing") // runtime.Goexit
 		returned := make(chan struct{})
 		go func() {
 			defer close(returned)
 			defer out.leave()
 			result, failed = p.call(ctx, e, req, out, log)
+			unasked = e.mayCall()
+			log.Debug("handler returned", "error", failed)
 		}()
 		if !p.join(e, ctx, out, log) {
 			end.leaked = true
 			return end
 		}
 		<-returned
-		end.result, end.err = result, failed
+		end.result, end.err, end.unasked = result, failed, unasked
 		if panicked := out.panicked(); panicked != nil && end.err == nil {
 			end.err = panicked
 		}
@@ -423,7 +429,9 @@ func (p *Pool) close(e *execution, step claims.Step, end ending, log *slog.Logge
 		p.closed(claims.StepInterrupted, p.leave(e, "settle", end.tail, p.settle.Settle))
 		return false
 	}
-	if e.ctx.Err() != nil && (end.err != nil || !end.called) {
+	// A process that could not run finds out here, where its step was ended for it, that this was because of its lease.
+	e.tenure.trusted()
+	if e.ctx.Err() != nil && !end.unasked && (end.err != nil || !end.called) {
 		// Shutting down, or the lease is lost: another worker goes on, if the claim is still ours to give.
 		p.closed(claims.StepFailed, p.leave(e, "hand_over", end.tail, p.settle.HandOver))
 		return false

@@ -1,7 +1,6 @@
 package exec
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -9,18 +8,14 @@ import (
 	"log/slog"
 	"os"
 	"os/exec"
-	"os/signal"
 	"runtime"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
-
-	"reveille/runner/exec/members"
+	"reveille/runner"
 )
 
 // GuardArg is the one argument of a guard process.
@@ -39,13 +34,6 @@ const (
 	// A guard that died is replaced at once, but ever later where that was in vain.
 	firstRestart, lastRestart = 100 * time.Millisecond, 10 * time.Second
 
-	// A guard looks until nothing was there three times in a row (a process is
-	// hard to tell for an instant while it starts), and gives up after a while:
-	// what it could not kill by then it can't.
-	guardPoll   = 5 * time.Millisecond
-	guardClear  = 3
-	guardGiveUp = 30 * time.Second
-
 	guardHello = "guard\n" // its first line
 	guardQuit  = "quit"    // ends it, and kills nothing
 )
@@ -55,18 +43,26 @@ var (
 	errGuardUnknown = errors.New("guard did not answer: main must begin with exec.IsGuard and exec.RunGuard")
 )
 
-// Guard ends the commands of a worker that was itself killed and could not
-// (I7). It is this program again, as a process in a session of its own, which
-// holds the read end of a pipe whose only write end the worker has: when the
-// worker is gone, however that came, the guard reads to the end and kills
-// every group and every marked process of the steps that were registered.
+// Guard ends the commands of a worker that can't (I7). It is this program
+// again, as a process in a session of its own.
+//
+//   - Of a worker that was killed: it holds the read end of a pipe whose only
+//     write end the worker has. When the worker is gone, however that came, the
+//     guard reads to the end and kills every group and every marked process of the
+//     steps that were registered.
+//   - Of a worker that stands still (SIGSTOP, a debugger, swapped out): it is told
+//     the deadline of the worker's lease (Request.Deadline) with each step and
+//     whenever a heartbeat has moved it, and kills the lease's steps when that is
+//     over, by the monotonic or the wall clock. A worker that runs does so itself.
 //
 // A command is registered by its step before it is started and by its group
 // right after; on Linux the shell is also killed by the kernel when the worker
 // ends (PR_SET_PDEATHSIG). A guard that dies is replaced, and learns what runs.
 //
-// Not promised: that worker and guard are not killed both (a whole cgroup, a
-// container); there the commands go with them.
+// Not promised: anything where worker and guard are killed both (a whole cgroup,
+// a container; there the commands go with them), or stand still both (a frozen
+// cgroup, a machine that sleeps: the commands stand still too, and all three
+// race when they go on).
 //
 // All methods are safe for concurrent use. A nil *Guard guards nothing.
 type Guard struct {
@@ -77,8 +73,20 @@ type Guard struct {
 	over   sync.WaitGroup
 
 	mu      sync.Mutex
-	current *guardProcess  // nil while there is none
-	steps   map[string]int // the steps that run, with their groups; 0: not known yet
+	current *guardProcess // nil while there is none
+	steps   map[string]*guardedStep
+
+	// The deadlines have a lock of their own, so that no heartbeat waits for a guard that hangs.
+	deadlines sync.Mutex
+	until     map[string]time.Time // by holder
+	moved     chan struct{}        // buffered: there is one to be told
+}
+
+// guardedStep is a step that runs.
+type guardedStep struct {
+	pgrp     int    // 0: not known yet
+	holder   string // of the lease; empty: it has no deadline
+	unfollow func()
 }
 
 type guardProcess struct {
@@ -98,7 +106,9 @@ func startGuard(ctx context.Context, started func(pid int)) (*Guard, error) {
 	if os.Getenv(guardVariable) != "" {
 		return nil, errGuardUnknown
 	}
-	g := &Guard{starts: make(chan func()), steps: map[string]int{}}
+	g := &Guard{
+		starts: make(chan func()), steps: map[string]*guardedStep{}, until: map[string]time.Time{}, moved: make(chan struct{}, 1),
+	}
 	g.log.Store(slog.New(slog.DiscardHandler))
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	process, err := g.spawn(ctx)
@@ -108,6 +118,7 @@ func startGuard(ctx context.Context, started func(pid int)) (*Guard, error) {
 	}
 	started(process.cmd.Process.Pid)
 	g.over.Go(g.startCommands)
+	g.over.Go(g.forward)
 	g.over.Go(func() { g.watch(process, started) })
 	return g, nil
 }
@@ -157,15 +168,31 @@ func (g *Guard) startCommands() {
 	}
 }
 
-// add registers a step, with its group when that is known.
-func (g *Guard) add(step string, pgrp int) {
+// add registers a step, before it is started.
+func (g *Guard) add(step string, deadline runner.Deadline) {
 	if g == nil {
 		return
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.steps[step] = pgrp
-	g.note(registration(step, pgrp))
+	s := &guardedStep{unfollow: func() {}}
+	if deadline != nil {
+		s.holder = string(deadline.Holder())
+		s.unfollow = deadline.Follow(func(until time.Time) { g.move(s.holder, until) })
+	}
+	g.steps[step] = s
+	g.note(g.registration(step))
+}
+
+// started tells the group of a registered step.
+func (g *Guard) started(step string, pgrp int) {
+	if g == nil {
+		return
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.steps[step].pgrp = pgrp
+	g.note(g.registration(step))
 }
 
 // remove is called when the group is gone, and before its leader is reaped:
@@ -176,11 +203,76 @@ func (g *Guard) remove(step string) {
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	s := g.steps[step]
 	delete(g.steps, step)
 	g.note("-" + step)
+	s.unfollow()
+	for _, other := range g.steps {
+		if other.holder == s.holder {
+			return
+		}
+	}
+	g.deadlines.Lock()
+	defer g.deadlines.Unlock()
+	delete(g.until, s.holder)
 }
 
-func registration(step string, pgrp int) string { return "+" + strconv.Itoa(pgrp) + " " + step }
+// move takes a deadline of a lease. It does not block.
+func (g *Guard) move(holder string, until time.Time) {
+	g.deadlines.Lock()
+	g.until[holder] = until
+	g.deadlines.Unlock()
+	select {
+	case g.moved <- struct{}{}:
+	default:
+	}
+}
+
+// forward tells the guard the deadlines that were moved, until Close.
+func (g *Guard) forward() {
+	for {
+		select {
+		case <-g.moved:
+			g.tellDeadlines()
+		case <-g.ctx.Done():
+			return
+		}
+	}
+}
+
+func (g *Guard) tellDeadlines() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.deadlines.Lock()
+	var lines []string
+	for holder, until := range g.until {
+		lines = append(lines, deadlineLine(holder, until))
+	}
+	g.deadlines.Unlock()
+	for _, line := range lines {
+		g.note(line)
+	}
+}
+
+// registration is a line about a step, and one about its deadline behind it.
+// Callers hold mu.
+func (g *Guard) registration(step string) string {
+	s := g.steps[step]
+	line := strings.TrimSuffix(fmt.Sprintf("+%s %d %s", step, s.pgrp, s.holder), " ")
+	g.deadlines.Lock()
+	defer g.deadlines.Unlock()
+	if until, ok := g.until[s.holder]; ok {
+		return line + "\n" + deadlineLine(s.holder, until)
+	}
+	return line
+}
+
+// deadlineLine tells a deadline as a distance and as a time: the first is of the
+// monotonic clock, and counts from when it is read; should this process stand
+// still in between, the second holds.
+func deadlineLine(holder string, until time.Time) string {
+	return fmt.Sprintf("=%s %d %d", holder, time.Until(until), until.UnixNano())
+}
 
 // note tells the guard, if there is one: the next one is told what counts then.
 func (g *Guard) note(line string) {
@@ -195,8 +287,8 @@ func (g *Guard) note(line string) {
 	}
 }
 
-// tell writes one line. It is shorter than PIPE_BUF, so it is written whole or
-// not at all.
+// tell writes a line or two. They are shorter than PIPE_BUF, so they are written
+// whole or not at all.
 func (p *guardProcess) tell(line string) error {
 	_ = p.pipe.SetWriteDeadline(time.Now().Add(guardWrite))
 	_, err := io.WriteString(p.pipe, line+"\n")
@@ -288,52 +380,11 @@ func (g *Guard) greet(ctx context.Context, p *guardProcess, hello *os.File) erro
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	for step, pgrp := range g.steps {
-		if err := p.tell(registration(step, pgrp)); err != nil {
+	for step := range g.steps {
+		if err := p.tell(g.registration(step)); err != nil {
 			return err
 		}
 	}
 	g.current = p
 	return nil
-}
-
-// IsGuard reports whether a program with these arguments (os.Args) was started
-// as a guard. main asks first thing: if so, it calls RunGuard and nothing else.
-func IsGuard(args []string) bool { return len(args) == 2 && args[1] == GuardArg }
-
-// RunGuard is the guard process: it reads registrations until in (standard
-// input) ends, and then kills what is left. It returns the exit code: 0, or 1
-// where something lives that it couldn't kill within 30 s.
-func RunGuard(in io.Reader) int {
-	// Whoever wants the worker to end must not end the guard with it.
-	signal.Ignore(unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGPIPE)
-	_, _ = io.WriteString(os.Stdout, guardHello)
-	_ = os.Stdout.Close()
-
-	cgroups, _ := members.FindCgroups() // the worker's: this process is in the same
-	steps := map[string]int{}
-	for lines := bufio.NewScanner(in); lines.Scan(); {
-		line := lines.Text()
-		if line == guardQuit {
-			return 0
-		}
-		if step, ok := strings.CutPrefix(line, "-"); ok {
-			delete(steps, step)
-		} else if number, step, ok := strings.Cut(strings.TrimPrefix(line, "+"), " "); ok {
-			if pgrp, err := strconv.Atoi(number); err == nil {
-				steps[step] = pgrp
-			}
-		}
-	}
-	giveUp := time.Now().Add(guardGiveUp)
-	for clear := 0; clear < guardClear; clear++ {
-		if members.KillSteps(steps, cgroups) {
-			clear = -1
-		}
-		if time.Now().After(giveUp) {
-			return 1
-		}
-		time.Sleep(guardPoll)
-	}
-	return 0
 }

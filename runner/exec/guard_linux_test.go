@@ -4,13 +4,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	osexec "os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -63,7 +66,7 @@ func runTestWorker(mode string) {
 	}
 	if mode == "announced" { // the shell's children then, which its death does not take along
 		step := string(newStep()) // its own: guards of other test runs must not find it
-		guard.add(step, 0)
+		guard.add(step, nil)
 		_, err = os.StartProcess("/bin/sh", []string{"sh", "-c", victims},
 			&os.ProcAttr{Env: append(os.Environ(), members.Variable+"="+step), Sys: &syscall.SysProcAttr{Setpgid: true}})
 		check(err)
@@ -76,8 +79,12 @@ func runTestWorker(mode string) {
 	}
 	h, err := New(Options{Command: command, KillAfter: never, Guard: guard})
 	check(err)
+	req, lease := request(), &heldLease{until: time.Now().Add(time.Hour)}
+	if mode == "stopped" {
+		req.Deadline = lease
+	}
 	go func() {
-		_, err := h.Step(context.Background(), request(), (&recorder{}).output())
+		_, err := h.Step(context.Background(), req, (&recorder{}).output())
 		check(fmt.Errorf("the step has ended: %w", err))
 	}()
 	if mode == "guard-dies" {
@@ -85,11 +92,50 @@ func runTestWorker(mode string) {
 		pid = <-started // the next one, which knows the steps
 	}
 	fmt.Fprintln(pids, pid)
+	if mode == "stopped" { // when the test has seen all; what is moved is told before it stops
+		_, err = os.Stdin.Read(make([]byte, 1))
+		check(err)
+		lease.move(time.Now().Add(50 * time.Millisecond))
+		guard.tellDeadlines()
+		check(unix.Kill(os.Getpid(), unix.SIGSTOP))
+	}
 	select {}
+}
+
+// heldLease is a lease whose deadline a test moves.
+type heldLease struct {
+	mu        sync.Mutex
+	until     time.Time
+	followers []func(time.Time)
+}
+
+func (*heldLease) Holder() claims.HolderID { return "h" }
+
+func (l *heldLease) Follow(f func(time.Time)) (stop func()) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.followers = append(l.followers, f)
+	f(l.until)
+	return func() {}
+}
+
+func (l *heldLease) move(until time.Time) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.until = until
+	for _, f := range l.followers {
+		f(until)
+	}
 }
 
 // startWorker starts one; its processes become children of the test when it dies.
 func startWorker(t *testing.T, mode string) (worker *osexec.Cmd, pids *fifo) {
+	t.Helper()
+	worker, pids, _ = startWorkerWithInput(t, mode)
+	return worker, pids
+}
+
+func startWorkerWithInput(t *testing.T, mode string) (worker *osexec.Cmd, pids *fifo, stdin io.Writer) {
 	t.Helper()
 	if err := members.BecomeSubreaper(); err != nil {
 		t.Fatal(err)
@@ -98,10 +144,14 @@ func startWorker(t *testing.T, mode string) (worker *osexec.Cmd, pids *fifo) {
 	worker = osexec.Command(os.Args[0])
 	worker.Env = append(os.Environ(), workerVariable+"="+mode, pidsVariable+"="+pids.path)
 	worker.Stderr = os.Stderr
+	stdin, err := worker.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
 	if err := worker.Start(); err != nil {
 		t.Fatal(err)
 	}
-	return worker, pids
+	return worker, pids, stdin
 }
 
 func kill(t *testing.T, worker *osexec.Cmd) {
@@ -154,6 +204,33 @@ func testKilledWorker(t *testing.T, mode string, victimCount int) {
 func isGuardProcess(pid int) bool {
 	line, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/cmdline")
 	return err == nil && strings.HasSuffix(string(line), "\x00"+GuardArg+"\x00")
+}
+
+// A worker that stands still can't end its steps when its lease is over; the guard does, and goes on guarding.
+func TestI7GuardKillsTheStepsOfAStoppedWorker(t *testing.T) {
+	worker, pids, stdin := startWorkerWithInput(t, "stopped")
+	var guard life
+	var victims []life
+	for range 1 + victimCount + 1 {
+		if l := pids.process(t); isGuardProcess(l.PID) {
+			guard = l
+		} else {
+			victims = append(victims, l)
+		}
+	}
+	if _, err := stdin.Write([]byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	for _, l := range victims {
+		l.awaitEnd(t)
+	}
+	if !guard.lives() {
+		t.Error("the guard has ended with the steps")
+	}
+	kill(t, worker)
+	for _, l := range append(victims, guard) {
+		l.endAndReap(t)
+	}
 }
 
 func TestI7CommandIsGuardedBeforeItIsRegistered(t *testing.T) {
@@ -209,7 +286,7 @@ func TestGuardThatHangsIsReplaced(t *testing.T) {
 		t.Fatal(err)
 	}
 	for step := 0; guard.lives(); step++ { // until its pipe is full, and a second more
-		g.add(strconv.Itoa(step), 0)
+		g.add(strconv.Itoa(step), nil)
 		g.remove(strconv.Itoa(step))
 	}
 	await(t, started, "another guard")
@@ -291,7 +368,8 @@ func TestIsGuard(t *testing.T) {
 		t.Error("IsGuard is wrong")
 	}
 	var none *Guard
-	none.add("s", 1)
+	none.add("s", nil)
+	none.started("s", 1)
 	none.remove("s")
 	none.Close()
 }

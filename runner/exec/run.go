@@ -48,7 +48,7 @@ func (h *Handler) start(req runner.Request, log *slog.Logger) (*run, error) {
 		}
 	}
 	step := string(req.Step)
-	h.opts.Guard.add(step, 0)
+	h.opts.Guard.add(step, req.Deadline)
 	attr := &os.ProcAttr{
 		Env:   environment(os.Environ(), req),
 		Files: theirs[:],
@@ -61,7 +61,7 @@ func (h *Handler) start(req runner.Request, log *slog.Logger) (*run, error) {
 		closeAll(ours[:])
 		return nil, err
 	}
-	h.opts.Guard.add(step, leader.Pid)
+	h.opts.Guard.started(step, leader.Pid)
 	return &run{
 		h: h, log: log, step: step, leader: leader, members: members.Of(leader.Pid, step, cgroup),
 		stdin: ours[0], stdout: &stream{f: ours[1]}, stderr: &stream{f: ours[2]},
