@@ -86,8 +86,14 @@ const waking = time.Second
 
 // asleep tells whether a process could not run at a time, or had just begun to.
 func (h *history) asleep(process string, at time.Time) bool {
-	asleep := func(f fault) bool { return !at.Before(f.from) && at.Before(f.to.Add(waking)) }
-	return slices.ContainsFunc(h.stops[process], asleep) || slices.ContainsFunc(h.stalls, asleep)
+	return during(h.stops[process], at) || h.stalled(at)
+}
+
+// stalled tells whether nobody on this machine could run, or had just begun to: a worker's guard could not either.
+func (h *history) stalled(at time.Time) bool { return during(h.stalls, at) }
+
+func during(all []fault, at time.Time) bool {
+	return slices.ContainsFunc(all, func(f fault) bool { return !at.Before(f.from) && at.Before(f.to.Add(waking)) })
 }
 
 const (

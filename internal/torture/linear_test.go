@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"fmt"
 	"strings"
 	"testing"
@@ -107,14 +108,9 @@ func TestSchedule(t *testing.T) {
 func TestOverlaps(t *testing.T) {
 	began := time.Now()
 	at := func(n int) time.Time { return began.Add(time.Duration(n) * time.Second) }
-	line := func(n int, what, step, worker string) truth.Line {
-		return truth.Line{At: at(n), What: what, Session: "s", Step: step, Worker: worker}
-	}
-	first := line(0, truth.Start, "1", "a")
-	overlap := line(5, truth.Overlap, "2", "b")
-	overlap.Holder = &first
-	lines := []truth.Line{first, overlap, line(5, truth.Start, "2", "b"), line(6, truth.End, "2", "b"), line(8, truth.End, "1", "a")}
 	for name, tc := range map[string]struct {
+		kind    string // of the first
+		killed  bool   // the later one was, so it says no end
 		stopped string
 		from    int
 		to      int
@@ -122,10 +118,22 @@ func TestOverlaps(t *testing.T) {
 	}{
 		"nobody was stopped":                    {wrong: 1},
 		"the first was, until the end":          {stopped: "a", from: 1, to: 8},
+		"the first was, and is a command":       {kind: truth.Exec, stopped: "a", from: 1, to: 8, wrong: 1},
 		"the first was, and went on for long":   {stopped: "a", from: 1, to: 6, wrong: 1},
 		"the later one was, and ended at once":  {stopped: "b", from: 1, to: 6},
 		"the later one was, and not at the end": {stopped: "b", from: 1, to: 4, wrong: 1},
+		"the later one was, and was killed":     {kind: truth.Exec, killed: true, stopped: "b", from: 1, to: 6},
 	} {
+		line := func(n int, what, step, worker string) truth.Line {
+			return truth.Line{At: at(n), What: what, Kind: cmp.Or(tc.kind, truth.Go), Session: "s", Step: step, Worker: worker}
+		}
+		first := line(0, truth.Start, "1", "a")
+		overlap := line(5, truth.Overlap, "2", "b")
+		overlap.Holder = &first
+		lines := []truth.Line{first, overlap, line(5, truth.Start, "2", "b"), line(8, truth.End, "1", "a")}
+		if !tc.killed {
+			lines = append(lines, line(6, truth.End, "2", "b"))
+		}
 		v := &verifier{h: newHistory(), lines: lines}
 		v.h.stops[tc.stopped] = []fault{{from: at(tc.from), to: at(tc.to)}}
 		if tc.stopped == "" {

@@ -189,8 +189,8 @@ func (v *verifier) rejected(ctx context.Context) error {
 }
 
 // overlaps: two handlers of one session at once are allowed only where the worker of one could not run, and so could not
-// stop it: until it can again, and a moment longer (I7). That one is mostly the first; it is the later one where its worker
-// was stopped between its look at the lease and the call.
+// stop it: until it can again, and a moment longer (I7). That one is mostly the first, and then a handler in Go: a command is
+// stopped by its guard. It is the later one where its worker was stopped between its look at the lease and the call.
 func (v *verifier) overlaps() {
 	for _, l := range v.lines {
 		if l.What != truth.Overlap {
@@ -198,11 +198,15 @@ func (v *verifier) overlaps() {
 		}
 		holder := v.holder(l)
 		end, known := v.over(l, holder)
-		if holder != nil && v.h.asleep(holder.Worker, l.At) && (!known || v.h.asleep(holder.Worker, end)) {
+		if holder != nil && (holder.Kind == truth.Go || v.h.stalled(l.At)) && v.h.asleep(holder.Worker, l.At) && (!known || v.h.asleep(holder.Worker, end)) {
 			v.counts.overlaps = append(v.counts.overlaps, end.Sub(l.At))
 			continue
 		}
-		if own, ok := v.line(truth.End, l.Step); ok && v.h.asleep(l.Worker, l.At) && v.h.asleep(l.Worker, own.At) {
+		own, ended := v.line(truth.End, l.Step)
+		if !ended {
+			own = l // it was killed, or its worker; had it lived on, the next one would have seen it
+		}
+		if v.h.asleep(l.Worker, l.At) && v.h.asleep(l.Worker, own.At) {
 			v.counts.overlaps = append(v.counts.overlaps, own.At.Sub(l.At))
 			continue
 		}
@@ -253,11 +257,12 @@ func (v *verifier) line(what, step string) (truth.Line, bool) {
 	return v.lines[i], true
 }
 
-// joined: a step that was closed as joined had nothing left of it (I10); one whose worker was lost, too, unless that could
-// not run (I7).
+// joined: a step that was closed as joined had nothing left of it (I10); one whose worker was lost, too, unless it is a
+// handler in Go and that could not run (I7).
 func (v *verifier) joined() {
 	for _, s := range v.h.suspects {
-		if l, ok := v.line(truth.Start, s.step); ok && s.code == "worker_lost" && v.h.asleep(l.Worker, s.at) {
+		if l, ok := v.line(truth.Start, s.step); ok && s.code == "worker_lost" &&
+			(l.Kind == truth.Go && v.h.asleep(l.Worker, s.at) || v.h.stalled(s.at)) {
 			continue
 		}
 		v.wrong(s.session, s.at, "%s %s of step %s, and something of it lived (I10)", s.kind, s.code, s.step)
