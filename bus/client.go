@@ -31,6 +31,8 @@ type Options struct {
 	// InProcess connects to an embedded server instead of URL.
 	InProcess nats.InProcessConnProvider
 	Logger    *slog.Logger
+
+	writeTimeout time.Duration // 0: pingInterval
 }
 
 // Conn is a connection to NATS in one namespace. It reconnects for ever; what
@@ -50,7 +52,9 @@ type Conn struct {
 }
 
 const (
-	// A half-open connection is noticed after pingInterval × (pingsOut + 1).
+	// A half-open connection is noticed after pingInterval × (pingsOut + 1); a server
+	// that reads nothing when a write has waited for it for a pingInterval. The
+	// client holds its lock so long: nothing else gets through either.
 	pingInterval = 10 * time.Second
 	pingsOut     = 2
 	// flushTimeout bounds the good-bye of Close.
@@ -144,6 +148,7 @@ func (c *Conn) natsOptions(o Options, connected chan<- struct{}, refused *refusa
 		nats.RetryOnFailedConnect(true), nats.MaxReconnects(-1), nats.IgnoreAuthErrorAbort(),
 		nats.ReconnectWait(250 * time.Millisecond), nats.ReconnectJitter(250*time.Millisecond, time.Second),
 		nats.PingInterval(pingInterval), nats.MaxPingsOutstanding(pingsOut),
+		nats.FlusherTimeout(cmp.Or(o.writeTimeout, pingInterval)), nats.ReconnectOnFlusherError(),
 		nats.ConnectHandler(up), nats.ReconnectHandler(up),
 		nats.DisconnectErrHandler(func(nc *nats.Conn, err error) {
 			if !nc.IsClosed() {

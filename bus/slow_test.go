@@ -6,6 +6,7 @@ import (
 	"net"
 	"runtime"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -197,4 +198,60 @@ func TestLiveOfAServerThatDoesNotRead(t *testing.T) {
 	close(deaf) // what was stuck in the connection fails
 	c.Close()
 	stop()
+}
+
+// A server that answers and then reads nothing any more, with its sockets open, is given up when a write has waited for
+// it long enough: the client holds its lock meanwhile, so nothing else would get through, pings neither.
+func TestServerThatReadsNothingIsGivenUp(t *testing.T) {
+	var conns sync.WaitGroup
+	defer conns.Wait()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	served := make(chan struct{}, 10)
+	over := make(chan struct{})
+	defer close(over)
+	conns.Go(func() {
+		for {
+			conn, err := listener.Accept()
+			if err != nil {
+				return // closed
+			}
+			conns.Go(func() {
+				defer conn.Close()
+				_, _ = fmt.Fprintf(conn, "INFO {\"server_id\":\"deaf\",\"version\":\"2.12.0\",\"proto\":1,\"headers\":true,\"max_payload\":%d}\r\n", 1<<20)
+				for r := bufio.NewReader(conn); ; {
+					line, err := r.ReadString('\n')
+					if err != nil {
+						return
+					}
+					if strings.HasPrefix(line, "PING") {
+						break
+					}
+				}
+				_, _ = fmt.Fprint(conn, "PONG\r\n")
+				served <- struct{}{}
+				<-over
+			})
+		}
+	})
+	c, err := Connect(testContext(t), Options{URL: "nats://" + listener.Addr().String(), writeTimeout: 50 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	receive(t, "a connection", served)
+	full := make(chan struct{})
+	go func() { // until it is connected anew
+		defer close(full)
+		for payload := make([]byte, 512<<10); c.nc.Stats().Reconnects == 0; {
+			if err := c.nc.Publish("x", payload); err != nil {
+				return // it waits for the connection with as much as it may keep
+			}
+		}
+	}()
+	receive(t, "another connection", served)
+	<-full
 }
