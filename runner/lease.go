@@ -132,11 +132,18 @@ func (t *tenure) refuse() {
 		t.dead = true
 		close(t.killed)
 	}
+	for f := range t.followers {
+		(*f)(time.Now())
+	}
 }
 
 // renew trusts the tenure from when the heartbeat was sent, not from when it
-// was answered.
+// was answered. An answer past the deadline is too late, also where no timer has
+// had a turn since (I4).
 func (t *tenure) renew(sent time.Time) {
+	if !t.trusted() {
+		return
+	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if !t.over && sent.After(t.sent) {

@@ -187,64 +187,6 @@ func TestI4LateHeartbeat(t *testing.T) {
 	})
 }
 
-// Whoever finds at a look that the time is up finds the cause at the same look, before any timer or goroutine has had a
-// turn: a step that was not called for that reason must not be taken for one that ended well, which the database,
-// where the lease has the skew and the margin left to live, would believe (I16).
-func TestI16NoCallHasACause(t *testing.T) {
-	o := testLease()
-	for range 1000 {
-		tenure := newTenure("h", &o, time.Now().Add(o.MaxClockSkew+o.StopMargin-o.Lease))
-		e := newExecution(&Pool{}, tenure, "s")
-		e.known = true
-		if e.mayCall() {
-			t.Fatal("it may call past the deadline")
-		}
-		if !errors.Is(context.Cause(e.ctx), claims.ErrLeaseLost) {
-			t.Fatalf("and the cause is %v, want ErrLeaseLost", context.Cause(e.ctx))
-		}
-		e.stop(nil)
-	}
-}
-
-// ends notes how steps and executions are ended.
-type ends struct {
-	Steps
-	Settler
-	Events
-	how []string
-}
-
-func (e *ends) Finish(context.Context, claims.Claim, claims.Ending, *claims.Token) (claims.Settlement, error) {
-	e.how = append(e.how, "finish")
-	return claims.Settlement{}, nil
-}
-
-func (e *ends) HandOver(context.Context, claims.Claim, []claims.Content, *claims.Token) (claims.Settlement, error) {
-	e.how = append(e.how, "hand over")
-	return claims.Settlement{}, nil
-}
-
-func (e *ends) Poke(claims.SessionID) {}
-
-// A worker that stood still past its lease finds its step ended, by the guard: that is no failure of the step's, also
-// where the worker's own timers have not had a turn yet and the database still calls the lease live (I7).
-func TestI7StepThatTheGuardEndedIsHandedOver(t *testing.T) {
-	o := testLease()
-	for left, want := range map[time.Duration]string{time.Second: "finish", 0: "hand over"} {
-		e := &ends{}
-		p := &Pool{steps: e, settle: e, events: e, log: slog.New(slog.DiscardHandler), hard: t.Context()}
-		p.metrics = newPoolMetrics(p)
-		tenure := newTenure("h", &o, time.Now().Add(o.MaxClockSkew+o.StopMargin-o.Lease+left))
-		x := newExecution(p, tenure, "s")
-		x.known = true
-		p.close(x, claims.Step{}, ending{called: true, err: &Failure{Code: claims.CodeExit, Message: "killed by SIGKILL"}}, p.log)
-		if !slices.Equal(e.how, []string{want}) {
-			t.Errorf("%v before the lease is over: %q, want %s", left, e.how, want)
-		}
-		x.stop(nil)
-	}
-}
-
 // A deadline is followed from where it is, and wherever a heartbeat moves it.
 func TestI7DeadlineIsFollowed(t *testing.T) {
 	o, sent := testLease(), time.Now()
@@ -259,6 +201,29 @@ func TestI7DeadlineIsFollowed(t *testing.T) {
 	tenure.renew(sent.Add(4 * time.Second))
 	if lasts := o.Lease - o.MaxClockSkew; !slices.Equal(heard, []time.Duration{lasts, lasts + time.Second, lasts + 3*time.Second}) {
 		t.Errorf("heard %v", heard)
+	}
+}
+
+// An answer that comes past the deadline does not bring the tenure back, also where the process could not run and no timer
+// has had a turn since (I4).
+func TestI4LateAnswerOfAStoppedProcess(t *testing.T) {
+	o := testLease()
+	late := newTenure("h", &o, time.Now().Add(o.MaxClockSkew+o.StopMargin-o.Lease))
+	late.renew(time.Now().Add(-o.Heartbeat / 2))
+	if late.trusted() {
+		t.Error("revived")
+	}
+}
+
+// A refused heartbeat leaves no time: who follows the deadline hears so.
+func TestI4RefusalMovesTheDeadline(t *testing.T) {
+	o := testLease()
+	tenure := newTenure("h", &o, time.Now())
+	var until time.Time
+	tenure.Follow(func(u time.Time) { until = u })
+	tenure.refuse()
+	if until.After(time.Now()) {
+		t.Errorf("the deadline is in %v", time.Until(until))
 	}
 }
 

@@ -224,8 +224,8 @@ type ending struct {
 	result Result
 	err    error // of the handler; nil: it ended well
 	called bool
-	// unasked: the handler came back before anybody stopped it. What it said counts,
-	// also where its finalizers join after that.
+	// unasked: the handler failed before anybody stopped it. That counts, also where
+	// its finalizers join after a stop.
 	unasked bool
 	// timedOut: the kill of --step-timeout may be under way, so no step of this
 	// execution follows.
@@ -262,7 +262,7 @@ func (p *Pool) step(e *execution, step claims.Step, log *slog.Logger) ending {
 			defer close(returned)
 			defer out.leave()
 			result, failed = p.call(ctx, e, req, out, log)
-			unasked = e.mayCall()
+			unasked = failed != nil && e.mayCall() && ctx.Err() == nil
 			log.Debug("handler returned", "error", failed)
 		}()
 		if !p.join(e, ctx, out, log) {
@@ -274,13 +274,14 @@ func (p *Pool) step(e *execution, step claims.Step, log *slog.Logger) ending {
 		if panicked := out.panicked(); panicked != nil && end.err == nil {
 			end.err = panicked
 		}
-		if end.err != nil && errors.Is(context.Cause(ctx), claims.ErrStepTimeout) {
-			end.timedOut = true
+		if end.err != nil && !end.unasked && errors.Is(context.Cause(ctx), claims.ErrStepTimeout) {
 			end.err = &Failure{Code: claims.CodeTimeout, Message: fmt.Sprintf("step ran longer than %v: %v", p.opts.StepTimeout, end.err), Retryable: true}
 		}
 	}
 	e.joined()
 	end.tail = rec.close()
+	cancel()
+	end.timedOut = errors.Is(context.Cause(ctx), claims.ErrStepTimeout)
 	log.Debug("step joined", "after", time.Since(began), "error", end.err)
 	p.metrics.stepSeconds.WithLabelValues(string(end.status(e))).Observe(time.Since(began).Seconds())
 	return end

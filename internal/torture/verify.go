@@ -198,7 +198,7 @@ func (v *verifier) overlaps() {
 		}
 		holder := v.holder(l)
 		end, known := v.over(l, holder)
-		if holder != nil && (holder.Kind == truth.Go || v.h.stalled(l.At)) && v.h.asleep(holder.Worker, l.At) && (!known || v.h.asleep(holder.Worker, end)) {
+		if holder != nil && v.excused(*holder, l.At) && v.h.asleep(holder.Worker, l.At) && (!known || v.h.asleep(holder.Worker, end)) {
 			v.counts.overlaps = append(v.counts.overlaps, end.Sub(l.At))
 			continue
 		}
@@ -212,6 +212,13 @@ func (v *verifier) overlaps() {
 		}
 		v.wrong(l.Session, l.At, "step %s of %s was called while %+v was there, for %v or more (I1, I7)", l.Step, l.Worker, holder, end.Sub(l.At))
 	}
+}
+
+// excused tells whether a call whose worker could not run may be there at a time: one in Go, or any where nobody could run,
+// or a command that began when its worker had just been woken, which its guard ends.
+func (v *verifier) excused(call truth.Line, at time.Time) bool {
+	begun, ok := v.line(truth.Start, call.Step)
+	return call.Kind == truth.Go || v.h.stalled(at) || ok && v.h.asleep(call.Worker, begun.At)
 }
 
 // holder is whose call was there when another one of the session began. What the lock says may be of the one before: then

@@ -181,7 +181,7 @@ func (h *Handler) Step(ctx context.Context, req runner.Request, out *runner.Outp
 	streams.Go(func() { drain(r.stdout, output) })
 	streams.Go(func() { drain(r.stderr, logged) })
 	interrupted := r.supervise(ctx, req.Killed, output.Declined())
-	state, err := r.reap()
+	state, late, err := r.reap()
 	r.closeStreams()
 	streams.Wait()
 	said := output.Close()
@@ -207,7 +207,10 @@ func (h *Handler) Step(ctx context.Context, req runner.Request, out *runner.Outp
 	if tail := logged.message(messageBytes); tail != "" {
 		message += ": " + tail
 	}
-	retryable := state.ExitCode() == exitRetryable
+	if late { // if the lease is lost the step is handed over, whatever it answers; else it is no fault of the command's
+		message = "ended by its guard, as this worker stood still past the deadline of its lease: " + message
+	}
+	retryable := late || state.ExitCode() == exitRetryable
 	return runner.Result{}, &runner.Failure{Code: claims.CodeExit, Message: message, Retryable: retryable}
 }
 

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"os"
 	"os/exec"
 	"runtime"
@@ -75,6 +76,7 @@ type Guard struct {
 	mu      sync.Mutex
 	current *guardProcess // nil while there is none
 	steps   map[string]*guardedStep
+	told    map[string]time.Time // by holder: the deadline that a guard may still go by
 
 	// The deadlines have a lock of their own, so that no heartbeat waits for a guard that hangs.
 	deadlines sync.Mutex
@@ -87,6 +89,7 @@ type guardedStep struct {
 	pgrp     int    // 0: not known yet
 	holder   string // of the lease; empty: it has no deadline
 	unfollow func()
+	late     bool // a deadline was over before the next one was told: the guard may have killed it
 }
 
 type guardProcess struct {
@@ -107,7 +110,8 @@ func startGuard(ctx context.Context, started func(pid int)) (*Guard, error) {
 		return nil, errGuardUnknown
 	}
 	g := &Guard{
-		starts: make(chan func()), steps: map[string]*guardedStep{}, until: map[string]time.Time{}, moved: make(chan struct{}, 1),
+		starts: make(chan func()), steps: map[string]*guardedStep{}, told: map[string]time.Time{},
+		until: map[string]time.Time{}, moved: make(chan struct{}, 1),
 	}
 	g.log.Store(slog.New(slog.DiscardHandler))
 	g.ctx, g.cancel = context.WithCancel(context.Background())
@@ -176,12 +180,12 @@ func (g *Guard) add(step string, deadline runner.Deadline) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	s := &guardedStep{unfollow: func() {}}
-	if deadline != nil {
+	if deadline != nil && deadline.Holder() != "" {
 		s.holder = string(deadline.Holder())
 		s.unfollow = deadline.Follow(func(until time.Time) { g.move(s.holder, until) })
 	}
 	g.steps[step] = s
-	g.note(g.registration(step))
+	g.register(step, g.note)
 }
 
 // started tells the group of a registered step.
@@ -192,14 +196,16 @@ func (g *Guard) started(step string, pgrp int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.steps[step].pgrp = pgrp
-	g.note(g.registration(step))
+	g.register(step, g.note)
 }
 
-// remove is called when the group is gone, and before its leader is reaped:
-// the guard must never have a number that is somebody else's.
-func (g *Guard) remove(step string) {
+// remove is called when the group is gone, and before its leader is reaped: a
+// number that is somebody else's is not left with the guard. (One that is about
+// to kill by a deadline may use it for the time of a look yet; no kernel gives a
+// number again so soon.) It reports whether the guard may have killed the step.
+func (g *Guard) remove(step string) (late bool) {
 	if g == nil {
-		return
+		return false
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -207,14 +213,22 @@ func (g *Guard) remove(step string) {
 	delete(g.steps, step)
 	g.note("-" + step)
 	s.unfollow()
+	late = s.late || isOver(g.told[s.holder])
 	for _, other := range g.steps {
 		if other.holder == s.holder {
-			return
+			return late
 		}
 	}
+	delete(g.told, s.holder)
 	g.deadlines.Lock()
 	defer g.deadlines.Unlock()
 	delete(g.until, s.holder)
+	return late
+}
+
+// isOver reports whether a deadline is, by either clock; the zero one is none.
+func isOver(until time.Time) bool {
+	return !until.IsZero() && deadline{until, until.Round(0)}.left(time.Now()) <= 0
 }
 
 // move takes a deadline of a lease. It does not block.
@@ -244,27 +258,40 @@ func (g *Guard) tellDeadlines() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.deadlines.Lock()
-	var lines []string
-	for holder, until := range g.until {
-		lines = append(lines, deadlineLine(holder, until))
-	}
+	moved := maps.Clone(g.until)
 	g.deadlines.Unlock()
-	for _, line := range lines {
-		g.note(line)
+	for holder, until := range moved {
+		g.note(deadlineLine(holder, until))
+		g.hasTold(holder, until)
 	}
 }
 
-// registration is a line about a step, and one about its deadline behind it.
-// Callers hold mu.
-func (g *Guard) registration(step string) string {
+// register writes a line about a step, with one about its deadline behind it: in
+// one piece, since this process may stop between two. Callers hold mu.
+func (g *Guard) register(step string, write func(string)) {
 	s := g.steps[step]
 	line := strings.TrimSuffix(fmt.Sprintf("+%s %d %s", step, s.pgrp, s.holder), " ")
 	g.deadlines.Lock()
-	defer g.deadlines.Unlock()
-	if until, ok := g.until[s.holder]; ok {
-		return line + "\n" + deadlineLine(s.holder, until)
+	until, ok := g.until[s.holder]
+	g.deadlines.Unlock()
+	if !ok {
+		write(line)
+		return
 	}
-	return line
+	write(line + "\n" + deadlineLine(s.holder, until))
+	g.hasTold(s.holder, until)
+}
+
+// hasTold notes which deadline the guard goes by. Where the one before was over,
+// as of a process that stood still between the heartbeat's answer and here, it
+// may have killed steps that may live. Callers hold mu.
+func (g *Guard) hasTold(holder string, until time.Time) {
+	if isOver(g.told[holder]) {
+		for _, s := range g.steps {
+			s.late = s.late || s.holder == holder
+		}
+	}
+	g.told[holder] = until
 }
 
 // deadlineLine tells a deadline as a distance and as a time: the first is of the
@@ -380,10 +407,12 @@ func (g *Guard) greet(ctx context.Context, p *guardProcess, hello *os.File) erro
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	var failed error
 	for step := range g.steps {
-		if err := p.tell(g.registration(step)); err != nil {
-			return err
-		}
+		g.register(step, func(line string) { failed = errors.Join(failed, p.tell(line)) })
+	}
+	if failed != nil {
+		return failed
 	}
 	g.current = p
 	return nil

@@ -233,6 +233,52 @@ func TestI7GuardKillsTheStepsOfAStoppedWorker(t *testing.T) {
 	}
 }
 
+// What the guard ended is no fault of the command's: the step may be tried again, if its lease turns out to be held. So it
+// was if this process stood still after a heartbeat had been answered and before the guard was told.
+func TestStepThatTheGuardEndedMayBeTriedAgain(t *testing.T) {
+	g, err := StartGuard(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.Close()
+	for name, tc := range map[string]struct {
+		late func(*heldLease, *fifo)
+		want bool
+	}{
+		"killed": {func(l *heldLease, _ *fifo) { l.move(time.Now()) }, true},
+		"told late": {func(l *heldLease, gate *fifo) {
+			g.mu.Lock()
+			g.told["h"] = time.Now()
+			g.mu.Unlock()
+			l.move(time.Now().Add(2 * time.Hour))
+			g.tellDeadlines()
+			gate.open(t)
+		}, true},
+		"in time": {func(l *heldLease, gate *fifo) {
+			l.move(time.Now().Add(2 * time.Hour))
+			g.tellDeadlines()
+			gate.open(t)
+		}, false},
+	} {
+		pids, gate := newFifo(t), newFifo(t)
+		h := newHandler(t, Options{Command: "echo $$ > " + pids.path + "; read x < " + gate.path + "; exit 3", Guard: g})
+		lease, req := &heldLease{until: time.Now().Add(time.Hour)}, request()
+		req.Deadline = lease
+		done := inBackground(t.Context(), h, req, &recorder{})
+		leader := pids.process(t)
+		tc.late(lease, gate)
+		var f *runner.Failure
+		a := await(t, done, "the end")
+		if !errors.As(a.err, &f) || f.Code != claims.CodeExit || f.Retryable != tc.want || strings.Contains(f.Message, "guard") != tc.want {
+			t.Errorf("%s: %v, want retryable %v", name, a.err, tc.want)
+		}
+		assertGone(t, leader)
+		if len(g.steps)+len(g.told)+len(g.until) > 0 {
+			t.Errorf("%s: there is still %v, %v, %v", name, g.steps, g.told, g.until)
+		}
+	}
+}
+
 func TestI7CommandIsGuardedBeforeItIsRegistered(t *testing.T) {
 	worker, pids := startWorker(t, "unregistered")
 	all := []life{pids.process(t), pids.process(t)}

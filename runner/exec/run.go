@@ -57,7 +57,7 @@ func (h *Handler) start(req runner.Request, log *slog.Logger) (*run, error) {
 	leader, cgroup, err := h.startLeader(step, attr)
 	closeAll(theirs[:])
 	if err != nil {
-		h.opts.Guard.remove(step)
+		_ = h.opts.Guard.remove(step)
 		closeAll(ours[:])
 		return nil, err
 	}
@@ -143,6 +143,9 @@ func (r *run) supervise(ctx context.Context, killed, declined <-chan struct{}) (
 			declined = nil
 			terminate()
 		case <-killAt:
+			if !running && r.members.Gone() {
+				return interrupted
+			}
 			r.log.Warn("processes of the step are left after SIGTERM: killing them", "after", r.h.opts.KillAfter)
 			r.members.Raise(unix.SIGKILL)
 		case <-killed:
@@ -156,11 +159,13 @@ func (r *run) supervise(ctx context.Context, killed, declined <-chan struct{}) (
 }
 
 // reap takes the leader's status, and with it its number. The guard forgets
-// the group before: from here the number may be anybody's.
-func (r *run) reap() (*os.ProcessState, error) {
-	r.h.opts.Guard.remove(r.step)
+// the group before: from here the number may be anybody's. late is whether the
+// guard may have killed the step.
+func (r *run) reap() (state *os.ProcessState, late bool, err error) {
+	late = r.h.opts.Guard.remove(r.step)
 	r.members.Release()
-	return r.leader.Wait()
+	state, err = r.leader.Wait()
+	return state, late, err
 }
 
 // closeStreams ends the goroutines on the step's pipes: whoever holds the other

@@ -56,8 +56,9 @@ func RunGuard(in *os.File) int {
 		if end {
 			return killAll(w.all(), kill)
 		}
-		if lines == nil { // so no deadline is over that has been moved and was not heard of
-			w.killDue(time.Now(), kill)
+		// The time first: no deadline is over by then that was moved before and has not been heard of.
+		if now := time.Now(); !input.more() {
+			w.killDue(now, kill)
 		}
 	}
 }
@@ -68,15 +69,24 @@ type guardInput struct {
 	rest []byte // of a line that is not whole yet
 }
 
-// next waits for lines, at most so long; none: there were none.
+// more reports whether there is something to be read.
+func (in *guardInput) more() bool {
+	n, _ := unix.Poll([]unix.PollFd{{Fd: int32(in.fd), Events: unix.POLLIN}}, 0)
+	return n > 0
+}
+
+// next waits for lines, at most so long.
 func (in *guardInput) next(wait time.Duration) (lines []string, end bool) {
 	ready := []unix.PollFd{{Fd: int32(in.fd), Events: unix.POLLIN}}
 	for {
 		n, err := unix.Poll(ready, int((wait+time.Millisecond-1)/time.Millisecond))
-		if errors.Is(err, unix.EINTR) {
+		switch {
+		case errors.Is(err, unix.EINTR):
 			continue
-		}
-		if n == 0 {
+		case err != nil: // short of memory
+			time.Sleep(guardPoll)
+			return nil, false
+		case n == 0:
 			return nil, false
 		}
 		chunk := make([]byte, 64<<10)
@@ -89,7 +99,6 @@ func (in *guardInput) next(wait time.Duration) (lines []string, end bool) {
 		}
 		whole := bytes.Split(append(in.rest, chunk[:n]...), []byte("\n"))
 		in.rest = whole[len(whole)-1]
-		lines = []string{} // not none, also where no line is whole
 		for _, line := range whole[:len(whole)-1] {
 			lines = append(lines, string(line))
 		}
@@ -125,7 +134,8 @@ func newWatched() *watched {
 type watchedStep struct {
 	pgrp   int
 	holder string
-	clear  int // how often in a row nothing of it was found after its deadline
+	clear  int       // how often in a row nothing of it was found after its deadline
+	first  time.Time // when it was looked for first
 }
 
 // deadline is one by two clocks.
@@ -139,7 +149,7 @@ func (d deadline) left(now time.Time) time.Duration {
 // hear takes a line. What it can't read it leaves: the worker is of the same program.
 func (w *watched) hear(line string, now time.Time) {
 	fields := strings.Fields(line)
-	if len(fields) == 0 {
+	if len(fields) == 0 || len(fields[0]) < 2 {
 		return
 	}
 	name := fields[0][1:]
@@ -183,7 +193,12 @@ func (w *watched) due(s *watchedStep, now time.Time) (left time.Duration, ok boo
 func (w *watched) next(now time.Time) time.Duration {
 	next := guardIdle
 	for _, s := range w.steps {
-		if left, ok := w.due(s, now); ok {
+		left, ok := w.due(s, now)
+		switch {
+		case !ok:
+		case !s.first.IsZero() && now.Sub(s.first) > guardGiveUp: // what can't be killed is not worth a core
+			next = min(next, guardLook)
+		default:
 			next = min(next, guardLook, max(left, guardPoll))
 		}
 	}
@@ -207,7 +222,11 @@ func (w *watched) killDue(now time.Time, kill func(map[string]int) bool) {
 	}
 	found := kill(due)
 	for name := range due {
-		if s := w.steps[name]; found {
+		s := w.steps[name]
+		if s.first.IsZero() {
+			s.first = now
+		}
+		if found {
 			s.clear = 0
 		} else {
 			s.clear++

@@ -29,7 +29,7 @@ func TestI7GuardHoldsToTheDeadline(t *testing.T) {
 		"all of a lease":       {[]string{"+a 7 h", "+b 0 h", lease("h", 0, 0)}, map[string]int{"a": 7, "b": 0}, guardPoll},
 		"over already":         {[]string{"+a 7 h", "-a", lease("h", 0, 0)}, nil, guardIdle},
 		"without a lease":      {[]string{"+a 7", lease("h", 0, 0)}, nil, guardIdle},
-		"lines of another age": {[]string{"", "+a", "+a x h", "=h x", "=h x y", "?", "-"}, nil, guardIdle},
+		"lines of another age": {[]string{"", "+a", "+a x h", "=h x", "=h x y", "?", "-", "+", "=  "}, nil, guardIdle},
 	} {
 		w := newWatched()
 		for _, line := range tc.lines {
@@ -43,6 +43,20 @@ func TestI7GuardHoldsToTheDeadline(t *testing.T) {
 		if !maps.Equal(got, tc.want) {
 			t.Errorf("%s: kills %v, want %v", name, got, tc.want)
 		}
+	}
+}
+
+// What can't be killed is looked for less often after a while.
+func TestGuardDoesNotSpin(t *testing.T) {
+	now, w := time.Now(), newWatched()
+	w.hear("+a 7 h", now)
+	w.hear(fmt.Sprintf("=h 0 %d", now.UnixNano()), now)
+	looks := 0
+	for at := now; at.Before(now.Add(2 * guardGiveUp)); at = at.Add(w.next(at)) {
+		w.killDue(at, func(map[string]int) bool { looks++; return true })
+	}
+	if fast, slow := int(guardGiveUp/guardPoll), int(guardGiveUp/guardLook); looks < fast || looks > fast+slow+1 {
+		t.Errorf("looked %d times, want %d and %d", looks, fast, slow)
 	}
 }
 

@@ -66,7 +66,7 @@ type Log struct {
 func (l Log) Logger(w io.Writer) *slog.Logger {
 	var level slog.Level
 	_ = level.UnmarshalText([]byte(l.LogLevel)) // kong checked it against the enum
-	opts := &slog.HandlerOptions{Level: level}
+	opts := &slog.HandlerOptions{Level: level, ReplaceAttr: readable}
 	text := l.LogFormat == "text"
 	if f, ok := w.(*os.File); ok && l.LogFormat == "auto" {
 		text = term.IsTerminal(int(f.Fd()))
@@ -75,6 +75,14 @@ func (l Log) Logger(w io.Writer) *slog.Logger {
 		return slog.New(slog.NewTextHandler(w, opts))
 	}
 	return slog.New(slog.NewJSONHandler(w, opts))
+}
+
+// readable has durations say their unit in JSON too, which else are nanoseconds.
+func readable(_ []string, a slog.Attr) slog.Attr {
+	if a.Value.Kind() == slog.KindDuration {
+		a.Value = slog.StringValue(a.Value.Duration().String())
+	}
+	return a
 }
 
 // Lease are the times of a worker lease.
