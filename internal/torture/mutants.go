@@ -44,6 +44,7 @@ var mutants = []mutant{
 	{"revive", "I4, I7: an expired lease stays so, and its process stops", []string{"(I1,", "(I1)", "(I6"}, []string{"cut database"}, []edit{
 		{"sql/statements/heartbeat.sql", " AND expires_at > statement_timestamp()", ""},
 		{"runner/lease.go", "stop := kill - t.opts.StopMargin", "kill += time.Hour\n\tstop := kill"},
+		{"runner/lease.go", "return t.sent.Add(t.opts.Lease - t.opts.MaxClockSkew)", "return t.sent.Add(time.Hour)"},
 	}},
 	{"join", "I10: a step is settled when all of it has joined", []string{"(I10)", "(I1,"}, nil, []edit{
 		{"runner/run.go", "	case <-out.joined:\n		return true\n	case <-e.killed:\n	}\n", "	case <-out.joined:\n		return true\n	case <-ctx.Done():\n		return true\n	case <-e.killed:\n	}\n"},
