@@ -36,7 +36,7 @@ torture: ## break it on purpose, and prove that nothing broke (TIME=1h SEED=7 NA
 	@scripts/ensure-database.sh
 	go run ./internal/torture $(if $(SEED),--seed $(SEED)) $(if $(TIME),--time $(TIME)) $(if $(NATS),--nats $(NATS)) $(if $(RACE),--race) $(if $(MUTANT),--mutant $(MUTANT))
 
-mutants: ## break one rule after the other, and see that torture finds each; 40 minutes at most
+mutants: ## break one rule after the other, and see that torture finds each; 45 minutes at most
 	@scripts/ensure-database.sh
 	go test -count=1 -v -tags mutants -timeout 60m -run TestMutantsAreFound ./internal/torture
 

@@ -46,6 +46,9 @@ var mutants = []mutant{
 		{"runner/lease.go", "stop := kill - t.opts.StopMargin", "kill += time.Hour\n\tstop := kill"},
 		{"runner/lease.go", "return t.sent.Add(t.opts.Lease - t.opts.MaxClockSkew)", "return t.sent.Add(time.Hour)"},
 	}},
+	{"guard", "I7: a command is gone by the deadline, also where its worker stands still", []string{"(I1, I7)", "(I10)"}, []string{"stop worker"}, []edit{
+		{"runner/exec/watch.go", "return d.left(now), ok && s.clear < guardClear", "return time.Hour, d.left(now) < 0 && false"},
+	}},
 	{"join", "I10: a step is settled when all of it has joined", []string{"(I10)", "(I1,"}, nil, []edit{
 		{"runner/run.go", "	case <-out.joined:\n		return true\n	case <-e.killed:\n	}\n", "	case <-out.joined:\n		return true\n	case <-ctx.Done():\n		return true\n	case <-e.killed:\n	}\n"},
 		{"runner/run.go", "		<-returned\n", "		select {\n		case <-returned:\n		case <-ctx.Done():\n			end.err = context.Cause(ctx)\n			return end\n		}\n"},
