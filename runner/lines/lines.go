@@ -21,6 +21,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 	"unicode/utf8"
@@ -215,6 +216,33 @@ func (p *Parser) put(err error) {
 	}
 }
 
+// members are those of the objects of contract.md section 3, by their type.
+var members = map[string][]string{
+	"text":           {"text"},
+	"tool.called":    {"call", "name", "input"},
+	"tool.succeeded": {"call", "output"},
+	"tool.failed":    {"call", "error"},
+	"declined":       {"reason"},
+	"ended":          {"result", "continue"},
+}
+
+// kind is the type of an object of contract.md section 3, or empty. It has no
+// member but its own, to the letter (encoding/json ignores case): a result with
+// a misspelt continue must not pass for one without.
+func kind(line []byte) claims.EventType {
+	var object map[string]json.RawMessage
+	var name string
+	if json.Unmarshal(line, &object) != nil || json.Unmarshal(object["type"], &name) != nil {
+		return ""
+	}
+	for member := range object {
+		if member != "type" && !slices.Contains(members[name], member) {
+			return ""
+		}
+	}
+	return claims.EventType(name)
+}
+
 // event puts out what a line says if it is an object of contract.md section 3,
 // and reports whether it is.
 func (p *Parser) event(line []byte) bool {
@@ -222,13 +250,10 @@ func (p *Parser) event(line []byte) bool {
 		return false
 	}
 	line, err := claims.CleanJSON(line) // valid UTF-8, of bounded depth
-	var is struct {
-		Type claims.EventType `json:"type"`
-	}
-	if err != nil || json.Unmarshal(line, &is) != nil {
+	if err != nil {
 		return false
 	}
-	switch is.Type {
+	switch kind(line) {
 	case claims.TextEvent:
 		var d struct{ Text *string }
 		if json.Unmarshal(line, &d) != nil || d.Text == nil {

@@ -92,7 +92,6 @@ func TestLines(t *testing.T) {
 	for line, event := range map[string]bool{
 		`{"type":"text","text":"x"}`:                     true,
 		` 	{"type":"text","text":""} ` + "\r":            true,
-		`{"type":"text","text":"x","call":7}`:            true, // call is nothing of a text
 		`{"type":"tool.called","call":"c","name":"n"}`:   true,
 		`{"type":"tool.succeeded","call":"c"}`:           true,
 		`{"type":"tool.failed","call":"c"}`:              true,
@@ -106,6 +105,10 @@ func TestLines(t *testing.T) {
 		`[{"type":"text","text":"x"}]`:                   false,
 		`{"type":"text","text":"x"} {"type":"text","text":"x"}`: false,
 		`{"type":"text"}`:                                        false,
+		`{"type":"text","text":"x","call":7}`:                    false, // a call is nothing of a text
+		`{"type":"ended","result":7,"contnue":true}`:             false, // or the session would stop for a misspelling
+		`{"Type":"ended","result":7}`:                            false,
+		`{"type":"ended","Result":7}`:                            false,
 		`{"type":"text","text":null}`:                            false,
 		`{"type":"text","text":7}`:                               false,
 		`{"type":7}`:                                             false,
