@@ -51,8 +51,9 @@ const mutantLimit = 5 * time.Minute
 func hunt(ctx context.Context, o options) (found int, err error) {
 	began := time.Now()
 	for {
+		start := time.Now()
 		found, err = run(ctx, o)
-		if found > 0 || err != nil || time.Since(began) > mutantLimit-2*o.Time {
+		if found > 0 || err != nil || time.Since(began)+time.Since(start) > mutantLimit { // another would take as long
 			return found, err
 		}
 		o.Seed++

@@ -41,7 +41,7 @@ var mutants = []mutant{
 		{"claims/transition.go", "if !s.Own {", "if false {"},
 		{"claims/crdb/owner.go", "if t.c.stepID == nil || *t.c.stepID != string(step.ID) {", "if t.c.stepID == nil {"},
 	}},
-	{"revive", "I4, I7: an expired lease stays so, and its process stops", []string{"(I1,", "(I1)", "(I6"}, []string{"cut database"}, []edit{
+	{"revive", "I4, I7: an expired lease stays so, and its process stops", []string{"(I1,", "(I1)", "(I6", "worker_lost of step"}, []string{"cut database"}, []edit{
 		{"sql/statements/heartbeat.sql", " AND expires_at > statement_timestamp()", ""},
 		{"runner/lease.go", "stop := kill - t.opts.StopMargin", "kill += time.Hour\n\tstop := kill"},
 		{"runner/lease.go", "return t.sent.Add(t.opts.Lease - t.opts.MaxClockSkew)", "return t.sent.Add(time.Hour)"},
