@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -61,6 +62,18 @@ const (
 	flushTimeout = 2 * time.Second
 )
 
+// CheckURL refuses a list of servers that names another protocol than NATS:
+// the client would speak NATS to whatever is there.
+func CheckURL(servers string) error {
+	for server := range strings.SplitSeq(servers, ",") {
+		scheme, _, ok := strings.Cut(strings.TrimSpace(server), "://")
+		if ok && !slices.Contains([]string{"nats", "tls", "ws", "wss"}, scheme) {
+			return fmt.Errorf("%s: scheme %q: want nats, tls, ws or wss", redact(server), scheme)
+		}
+	}
+	return nil
+}
+
 // Connect connects and waits until the server answers or ctx ends; the log
 // says what it waits for. A bad URL, credentials file or CA fails at once.
 func Connect(ctx context.Context, o Options) (*Conn, error) {
@@ -71,6 +84,9 @@ func Connect(ctx context.Context, o Options) (*Conn, error) {
 	c := &Conn{ns: ns, log: orDiscard(o.Logger), closed: make(chan struct{}), denied: map[string]bool{}}
 	c.remaker.state.log = c.log
 	servers := cmp.Or(o.URL, nats.DefaultURL)
+	if err := CheckURL(servers); err != nil {
+		return nil, fmt.Errorf("connecting to NATS at %w", err)
+	}
 	connected, refused := make(chan struct{}, 1), &refusal{first: make(chan struct{})}
 	if c.nc, err = nats.Connect(servers, c.natsOptions(o, connected, refused)...); err != nil {
 		return nil, fmt.Errorf("connecting to NATS at %s: %w", redact(servers), err)

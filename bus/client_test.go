@@ -259,3 +259,17 @@ func TestDeniedIsNamedOnce(t *testing.T) {
 	}
 	equal(t, "lines", w.lines, 1)
 }
+
+func TestCheckURL(t *testing.T) {
+	for _, good := range []string{"nats://h:1", "tls://h", "ws://h,wss://h", "h:4222", "nats://u:p@h, nats://i", "127.0.0.1"} {
+		if err := CheckURL(good); err != nil {
+			t.Errorf("%s: %v", good, err)
+		}
+	}
+	for _, bad := range []string{"http://h:4222", "nats://h,postgres://u:secret@h/x"} {
+		_, err := Connect(testContext(t), Options{URL: bad})
+		if err == nil || !strings.Contains(err.Error(), "want nats, tls, ws or wss") || strings.Contains(err.Error(), "secret") {
+			t.Errorf("%s: %v", bad, err)
+		}
+	}
+}

@@ -19,7 +19,7 @@ import (
 // header Rv-Reason.
 type RejectReason string
 
-// The reasons of contract.md section 1.
+// The reasons of docs/contract.md section 1.
 const (
 	InvalidSession RejectReason = "invalid_session"
 	InvalidBody    RejectReason = "invalid_body"

@@ -38,7 +38,7 @@ const (
 	maxWaiting        = 16384            // can't be changed later, overflows silently
 	defaultAckPending = 4096
 
-	// minServer is 2.12: atomic batches and the fixes named in jetstream.md.
+	// minServer is 2.12: atomic batches and the fixes named in docs/jetstream.md.
 	minServerMajor, minServerMinor = 2, 12
 
 	apiPrefix = "$JS.API."

@@ -63,7 +63,7 @@ func ParseSession(s string) (SessionID, error) {
 // Phase is what a claim's owner may still do.
 type Phase string
 
-// The phases of design.md section 2.
+// The phases of docs/design.md section 2.
 const (
 	Running    Phase = "running"    // steps start, record and end
 	Cancelling Phase = "cancelling" // a step is open and must end as interrupted (I9)

@@ -2,7 +2,7 @@ package claims
 
 import "encoding/json"
 
-// The data of the events, as contract.md section 2 names their fields.
+// The data of the events, as docs/contract.md section 2 names their fields.
 type (
 	// InputAdmittedData is the data of input.admitted.
 	InputAdmittedData struct {

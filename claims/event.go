@@ -14,7 +14,7 @@ import (
 // EventType names an event of the log.
 type EventType string
 
-// The events of contract.md section 2.
+// The events of docs/contract.md section 2.
 const (
 	InputAdmitted         EventType = "input.admitted"
 	InputPromoted         EventType = "input.promoted"
@@ -40,7 +40,7 @@ const (
 // TimeFormat is RFC 3339 in UTC with microseconds, as events carry it.
 const TimeFormat = "2006-01-02T15:04:05.000000Z07:00"
 
-// Event is the envelope of contract.md section 2. Its JSON is the body of the
+// Event is the envelope of docs/contract.md section 2. Its JSON is the body of the
 // message on <ns>.event.<session>, byte for byte what the database holds.
 type Event struct {
 	Session   SessionID       `json:"session"`

@@ -108,7 +108,7 @@ func (o *OpenStep) Promise(kind ContinuationKind, notBefore time.Time) *Continua
 // Reason is why something was quarantined.
 type Reason string
 
-// The reasons of contract.md section 2.
+// The reasons of docs/contract.md section 2.
 const (
 	ReasonOutcomeUnknown      Reason = "cancellation_outcome_unknown"
 	ReasonInvalidStep         Reason = "invalid_step"
@@ -212,7 +212,7 @@ func DecodeStep(at Stands, body []byte) (*OpenStep, *Poison) {
 // ReleaseHow is how an operator releases a quarantined session (I30).
 type ReleaseHow string
 
-// The ways of contract.md section 2.
+// The ways of docs/contract.md section 2.
 const (
 	ReleaseRetry       ReleaseHow = "retry"       // what was quarantined runs again
 	ReleaseInterrupted ReleaseHow = "interrupted" // it is cancelled, the session goes on with what is pending

@@ -5,7 +5,7 @@ import "fmt"
 // Op is what somebody asks of a claim.
 type Op int
 
-// The operations of design.md section 2, one a row of its table.
+// The operations of docs/design.md section 2, one a row of its table.
 const (
 	OpAcquire         Op = iota // insert a claim for the session
 	OpInterrupt                 // somebody's interrupt

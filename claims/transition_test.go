@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// table is design.md section 2, cell by cell. The columns are running live, running expired, cancelling live,
+// table is docs/design.md section 2, cell by cell. The columns are running live, running expired, cancelling live,
 // cancelling expired, cancelled live, cancelled expired. In a column of expired claims "a/b" is a where the lease
 // expired and b where the claim was revoked.
 const table = `

@@ -8,7 +8,7 @@ import (
 // CommandKind is the kind of a command.
 type CommandKind string
 
-// The commands of design.md section 3.
+// The commands of docs/design.md section 3.
 const (
 	Admit     CommandKind = "admit"
 	Wake      CommandKind = "wake"
@@ -132,7 +132,7 @@ type Continues struct {
 // ContinuationKind is why there is a next step.
 type ContinuationKind string
 
-// The kinds of design.md section 1.
+// The kinds of docs/design.md section 1.
 const (
 	KindContinue ContinuationKind = "continue" // the handler asked for it
 	KindRetry    ContinuationKind = "retry"    // the step failed and may be tried again
@@ -160,7 +160,7 @@ const (
 // FailureCode is why a step failed.
 type FailureCode string
 
-// The codes of contract.md section 2.
+// The codes of docs/contract.md section 2.
 const (
 	CodeHandler    FailureCode = "handler"
 	CodeExit       FailureCode = "exit"
@@ -213,7 +213,7 @@ type Settlement struct {
 // ExecutionOutcome is the outcome of execution.ended.
 type ExecutionOutcome string
 
-// The outcomes of contract.md section 2.
+// The outcomes of docs/contract.md section 2.
 const (
 	OutcomeCompleted   ExecutionOutcome = "completed"
 	OutcomeFailed      ExecutionOutcome = "failed"

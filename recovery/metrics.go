@@ -8,7 +8,7 @@ import (
 	"reveille/claims"
 )
 
-// metrics of a scanner, as contract.md section 5 names them.
+// metrics of a scanner, as docs/contract.md section 5 names them.
 type metrics struct {
 	passSeconds *prometheus.HistogramVec
 	rows        *prometheus.CounterVec

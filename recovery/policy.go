@@ -13,7 +13,7 @@ import (
 // Lane is one kind of row that a pass looks at; it is the label of the metrics.
 type Lane string
 
-// The lanes of design.md section 6.
+// The lanes of docs/design.md section 6.
 const (
 	LaneClaims    Lane = "claims"    // claims of dead holders, or revoked
 	LaneRecovery  Lane = "recovery"  // continuations that are due and nobody started

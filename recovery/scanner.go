@@ -1,5 +1,5 @@
 // Package recovery is the scanner: it repairs what crashed workers left
-// (design.md section 6). It executes no SQL and speaks no NATS; a store, an
+// (docs/design.md section 6). It executes no SQL and speaks no NATS; a store, an
 // announcer and a relayer are given to it.
 //
 // A pass visits the lanes one after the other, each at most Batch rows and

@@ -51,7 +51,7 @@ const (
 	After  SnapshotAt = "after"
 )
 
-// Request is what a handler gets. Its JSON is the line of contract.md section 3.
+// Request is what a handler gets. Its JSON is the line of docs/contract.md section 3.
 type Request struct {
 	Session   claims.SessionID    `json:"session"`
 	Execution claims.ExecutionID  `json:"execution"`

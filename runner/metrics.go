@@ -34,7 +34,7 @@ func (k *Keeper) Collectors() []prometheus.Collector {
 	return []prometheus.Collector{k.metrics.beats, k.metrics.seconds, k.metrics.lost}
 }
 
-// poolMetrics are the metrics of a Pool; see contract.md section 5.
+// poolMetrics are the metrics of a Pool; see docs/contract.md section 5.
 type poolMetrics struct {
 	acquires, revoked, executions, steps *prometheus.CounterVec
 	stepSeconds, cancelSeconds           *prometheus.HistogramVec

@@ -14,7 +14,7 @@ import (
 
 // Bounds of what a step puts out.
 const (
-	flushEvery = 100 * time.Millisecond // at most this often one append (design.md section 5)
+	flushEvery = 100 * time.Millisecond // at most this often one append (docs/design.md section 5)
 	maxPending = 1 << 20                // bytes that wait for an append before the handler does
 	// maxText is the largest text of one event: as JSON it may grow sixfold and
 	// must still fit the server's maximum payload (I24).

@@ -465,7 +465,11 @@ func (p *Pool) close(e *execution, step claims.Step, end ending, log *slog.Logge
 	status := claims.StepEnded
 	if finish.Failure != nil {
 		status = claims.StepFailed
-		log.Info("step failed", "code", finish.Failure.Code, "message", finish.Failure.Message, "retry", finish.Retry)
+		log := log.With("code", finish.Failure.Code, "message", finish.Failure.Message)
+		if finish.Retry != nil {
+			log = log.With("retry in", *finish.Retry)
+		}
+		log.Info("step failed")
 	}
 	p.closed(status, nil)
 	if !settled.Again {

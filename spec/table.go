@@ -67,7 +67,7 @@ func columns(live, leaseOver, marked claims.Effect) [3]claims.Effect {
 
 func always(e claims.Effect) [3]claims.Effect { return columns(e, e, e) }
 
-// decisions is the table of design.md section 2, an interrupt with a step open.
+// decisions is the table of docs/design.md section 2, an interrupt with a step open.
 var decisions = map[claims.Op]row{
 	claims.OpAcquire:         {always(claims.Busy), always(claims.Busy), always(claims.Busy)},
 	claims.OpInterrupt:       {columns(claims.ToCancelling, claims.MarkRevoked, claims.MarkRevoked), always(claims.NoChange), always(claims.NoChange)},

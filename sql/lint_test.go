@@ -39,7 +39,7 @@ func files(t *testing.T, fsys fs.FS, folder string) map[string]string {
 	return out
 }
 
-// refused is what one of the engines does not take, or database.md does not want.
+// refused is what one of the engines does not take, or docs/database.md does not want.
 var refused = []struct {
 	pattern *regexp.Regexp
 	why     string

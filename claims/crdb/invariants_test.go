@@ -62,7 +62,7 @@ type contState struct {
 }
 
 // checkInvariants reads the tables of a database and fails the test for each session that breaks an invariant of
-// design.md; with only, of the sessions that it says. It is one snapshot, so that it may be called while others write.
+// docs/design.md; with only, of the sessions that it says. It is one snapshot, so that it may be called while others write.
 func checkInvariants(t testing.TB, url string, only func(session string) bool) {
 	t.Helper()
 	ctx := context.Background()

@@ -36,6 +36,9 @@ type Migration struct {
 // run at once: each step is applied once. A migration that was cut off is done
 // again: every step is one idempotent statement.
 func Migrate(ctx context.Context, url string, dryRun bool) ([]Migration, error) {
+	if err := CheckURL(url); err != nil {
+		return nil, err
+	}
 	db, err := sql.Open("pgx", url)
 	if err != nil {
 		return nil, fmt.Errorf("migrate: %w", err)
@@ -55,11 +58,15 @@ func Migrate(ctx context.Context, url string, dryRun bool) ([]Migration, error) 
 		return nil, fmt.Errorf("migrate: %w", err)
 	}
 	if dryRun {
-		return pending(ctx, provider)
+		all, err := pending(ctx, provider)
+		if err != nil {
+			return nil, fmt.Errorf("migrate: %w", explained(url, err))
+		}
+		return all, nil
 	}
 	results, err := provider.Up(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("migrate: %w", err)
+		return nil, fmt.Errorf("migrate: %w", explained(url, err))
 	}
 	var out []Migration
 	for _, r := range results {
@@ -71,7 +78,7 @@ func Migrate(ctx context.Context, url string, dryRun bool) ([]Migration, error) 
 func pending(ctx context.Context, p *goose.Provider) ([]Migration, error) {
 	all, err := p.Status(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("migrate: %w", err)
+		return nil, err
 	}
 	var out []Migration
 	for _, st := range all {

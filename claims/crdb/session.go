@@ -403,7 +403,7 @@ func (t *txn) flush(ctx context.Context) error {
 	return res.Close()
 }
 
-// head is what would start next of a session (design.md section 1).
+// head is what would start next of a session (docs/design.md section 1).
 type head struct {
 	continuation *claims.Continuation
 	bad          *claims.Poison // the continuation that would be next does not decode

@@ -162,9 +162,12 @@ func (s *Store) Ping(ctx context.Context) error {
 }
 
 func newPool(ctx context.Context, url string, o Options, conns int32) (*pgxpool.Pool, error) {
+	if err := CheckURL(url); err != nil {
+		return nil, err
+	}
 	cfg, err := pgxpool.ParseConfig(url)
 	if err != nil {
-		return nil, fmt.Errorf("database URL: %w; want postgres://user@host:port/database", err)
+		return nil, fmt.Errorf("database URL: %w", err)
 	}
 	cfg.MaxConns = conns
 	cfg.MaxConnLifetimeJitter = 5 * time.Minute
@@ -183,9 +186,34 @@ func newPool(ctx context.Context, url string, o Options, conns int32) (*pgxpool.
 	defer cancel()
 	if err := pool.Ping(ctx); err != nil {
 		pool.Close()
-		return nil, fmt.Errorf("database: %w", err)
+		return nil, fmt.Errorf("database: %w", explained(url, err))
 	}
 	return pool, nil
+}
+
+// CheckURL refuses what is no URL of a database, without asking one.
+func CheckURL(url string) error {
+	if _, err := pgxpool.ParseConfig(url); err != nil {
+		return fmt.Errorf("database URL: %w; want postgres://user:password@host:port/name", err)
+	}
+	return nil
+}
+
+// explained says what to do about a refusal of a server that a person has to do
+// something about, by its SQLSTATE; another error it leaves.
+func explained(url string, err error) error {
+	cfg, parseErr := pgx.ParseConfig(url)
+	var pg *pgconn.PgError
+	if parseErr != nil || !errors.As(err, &pg) {
+		return err
+	}
+	switch pg.Code {
+	case "28P01", "28000": // invalid_password, invalid_authorization_specification
+		return fmt.Errorf("%s does not let user %s in: check the name and the password in the URL (%w)", cfg.Host, cfg.User, pg)
+	case "3D000": // invalid_catalog_name
+		return fmt.Errorf("there is no database %s at %s: create it, or name another in the URL (%w)", cfg.Database, cfg.Host, pg)
+	}
+	return err
 }
 
 // prepareConn checks the isolation of a connection, and on PostgreSQL keeps

@@ -27,6 +27,9 @@ func (d *databaseFlags) check() error {
 	if d.DatabaseURL == "" {
 		return flags.Usage("no database is named: start reveille dev in this folder, or give --database-url or RV_DATABASE_URL")
 	}
+	if err := crdb.CheckURL(d.DatabaseURL); err != nil {
+		return flags.Usage("--database-url: %v", err)
+	}
 	return nil
 }
 
@@ -59,7 +62,7 @@ func (d *databaseFlags) unreachable(s streams, err error) error {
 	if errors.As(err, &network) { // pgx tells it once for each address
 		err = network
 	}
-	return fmt.Errorf("%s%s does not answer: start it (or reveille dev), or name another with --database-url (%w)", at, s.servers.named("database-url"), err)
+	return fmt.Errorf("%s%s does not answer: start it (or reveille dev), or name another with --database-url (%w)", at, s.servers.Named("database-url"), err)
 }
 
 // connect connects to NATS, within the timeout.
@@ -68,10 +71,13 @@ func (n *natsFlags) connect(ctx context.Context, s streams) (*bus.Conn, error) {
 	if err != nil {
 		return nil, flags.Usage("--namespace: %v", err)
 	}
+	if err := bus.CheckURL(n.NATSURL); err != nil {
+		return nil, flags.Usage("--nats-url: %v", err)
+	}
 	// Until it is connected, what goes wrong is in the error and not in a log.
 	level := &slog.LevelVar{}
 	level.Set(slog.LevelError + 1)
-	log := slog.New(slog.NewTextHandler(s.err, &slog.HandlerOptions{Level: level}))
+	log := slog.New(&sayer{streams: s, level: level})
 	bounded, cancel := context.WithTimeout(ctx, n.Timeout)
 	defer cancel()
 	conn, err := bus.Connect(bounded, bus.Options{URL: n.NATSURL, Creds: n.NATSCreds, CA: n.NATSCA, Name: "reveille", Namespace: ns, Logger: log})
@@ -82,11 +88,11 @@ func (n *natsFlags) connect(ctx context.Context, s streams) (*bus.Conn, error) {
 	case ctx.Err() != nil:
 		return nil, stopped()
 	case errors.Is(err, nats.ErrAuthorization):
-		return nil, fmt.Errorf("NATS at %s%s does not let this user in: give its name and password in --nats-url, or --nats-creds (%w)", redacted(n.NATSURL), s.servers.named("nats-url"), err)
+		return nil, fmt.Errorf("NATS at %s%s does not let this user in: give its name and password in --nats-url, or --nats-creds (%w)", redacted(n.NATSURL), s.servers.Named("nats-url"), err)
 	case errors.As(err, new(*tls.CertificateVerificationError)):
-		return nil, fmt.Errorf("the certificate of NATS at %s%s is not trusted: name its authority with --nats-ca (%w)", redacted(n.NATSURL), s.servers.named("nats-url"), err)
+		return nil, fmt.Errorf("the certificate of NATS at %s%s is not trusted: name its authority with --nats-ca (%w)", redacted(n.NATSURL), s.servers.Named("nats-url"), err)
 	case errors.Is(err, context.DeadlineExceeded):
-		return nil, fmt.Errorf("no NATS server at %s%s: start one with reveille dev, or name one with --nats-url (%w)", redacted(n.NATSURL), s.servers.named("nats-url"), err)
+		return nil, fmt.Errorf("no NATS server at %s%s: start one with reveille dev, or name one with --nats-url (%w)", redacted(n.NATSURL), s.servers.Named("nats-url"), err)
 	default:
 		return nil, err
 	}

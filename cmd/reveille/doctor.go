@@ -12,7 +12,7 @@ import (
 )
 
 type doctorCmd struct {
-	Role string `help:"Whose permissions the NATS user must have (${enum}); without it, what the user can't do is a warning." placeholder:"ROLE" enum:"publisher,observer,worker,scanner,operator," default:""`
+	Role string `help:"Whose permissions the NATS user must have (publisher, observer, worker, scanner, operator); without it, what the user can't do is a warning." placeholder:"ROLE" enum:"publisher,observer,worker,scanner,operator," default:""`
 	JSON bool   `name:"json" help:"One JSON object a line."`
 
 	DatabaseURL string `help:"Database: postgres://user:password@host:port/name." placeholder:"URL"`

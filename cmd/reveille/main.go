@@ -6,12 +6,14 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"log/slog"
 	"os"
 	"time"
 
 	"github.com/alecthomas/kong"
 
 	"reveille/claims/crdb"
+	"reveille/cmd/internal/devstate"
 	"reveille/cmd/internal/flags"
 	"reveille/cmd/internal/process"
 	"reveille/cmd/reveille/internal/dev"
@@ -57,7 +59,7 @@ type cli struct {
 
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	var c cli
-	found := &discovery{}
+	found := &devstate.Discovery{}
 	parsed, err := flags.Parse("reveille", description, &c, args, stdout, stderr, kong.Resolvers(found), kong.ConfigureHelp(kong.HelpOptions{Compact: true, FlagsLast: true, NoExpandSubcommands: true}))
 	if err != nil {
 		return err
@@ -114,12 +116,32 @@ func commandOf(parsed *kong.Context) string {
 type streams struct {
 	in       io.Reader
 	out, err io.Writer
-	servers  *discovery
+	servers  *devstate.Discovery
 }
 
 // say writes a line for people beside the output.
 func (s streams) say(format string, args ...any) {
 	fmt.Fprintf(s.err, "reveille: "+format+"\n", args...)
+}
+
+// sayer is a log for people: a line each, as the program's own.
+type sayer struct {
+	streams
+	level slog.Leveler
+}
+
+func (h *sayer) Enabled(_ context.Context, l slog.Level) bool { return l >= h.level.Level() }
+func (h *sayer) WithAttrs([]slog.Attr) slog.Handler           { return h }
+func (h *sayer) WithGroup(string) slog.Handler                { return h }
+
+func (h *sayer) Handle(_ context.Context, r slog.Record) error {
+	line := r.Message
+	r.Attrs(func(a slog.Attr) bool {
+		line += fmt.Sprintf(" (%s: %v)", a.Key, a.Value)
+		return true
+	})
+	h.say("%s", line)
+	return nil
 }
 
 // devFlags say which reveille dev a command looks for.
@@ -141,74 +163,6 @@ type natsFlags struct {
 	NATSCA    string `name:"nats-ca" help:"CA certificates for NATS." placeholder:"FILE"`
 	Namespace string `help:"First token of all subjects." default:"rv"`
 	devFlags  `embed:""`
-}
-
-// discovery gives flags that nobody set the servers of the reveille dev that
-// runs on the state folder.
-type discovery struct {
-	from map[string]string // flag → file that its value was taken from
-}
-
-// Validate has nothing to check.
-func (*discovery) Validate(*kong.Application) error { return nil }
-
-// Resolve answers for a flag that is not on the command line.
-func (d *discovery) Resolve(c *kong.Context, _ *kong.Path, flag *kong.Flag) (any, error) {
-	node := c.Selected()
-	if node == nil {
-		return nil, nil
-	}
-	switch node.Name {
-	case "dev", "worker", "scanner": // they are told
-		return nil, nil
-	}
-	switch flag.Name {
-	case "database-url", "nats-url", "namespace":
-	default:
-		return nil, nil
-	}
-	for _, env := range flag.Envs {
-		if _, ok := os.LookupEnv(env); ok { // a resolver would win over it
-			return nil, nil
-		}
-	}
-	servers, path, err := dev.Discover(stateOf(c, node))
-	if servers == nil || err != nil {
-		return nil, err
-	}
-	if d.from == nil {
-		d.from = map[string]string{}
-	}
-	d.from[flag.Name] = path
-	switch flag.Name {
-	case "database-url":
-		return servers.DatabaseURL, nil
-	case "nats-url":
-		return servers.NATSURL, nil
-	default:
-		return servers.Namespace, nil
-	}
-}
-
-// stateOf is the state folder that the command was told.
-func stateOf(c *kong.Context, node *kong.Node) string {
-	for _, flag := range node.Flags {
-		if flag.Name != "dev-state" {
-			continue
-		}
-		if v, ok := c.FlagValue(flag).(string); ok && v != "" {
-			return v
-		}
-	}
-	return dev.DefaultState
-}
-
-// named says where a server's address came from, for an error.
-func (d *discovery) named(flag string) string {
-	if d.from[flag] == "" {
-		return ""
-	}
-	return " (named by " + d.from[flag] + ")"
 }
 
 type migrateCmd struct {

@@ -13,6 +13,7 @@ import (
 
 	"reveille/claims"
 	"reveille/claims/crdb"
+	"reveille/cmd/internal/devstate"
 	"reveille/internal/dbtest"
 )
 
@@ -166,7 +167,7 @@ func TestReleaseOfOneReasonAsks(t *testing.T) {
 		{"n\n", "nothing was changed"}, {"\n", "nothing was changed"}, {"", "nothing was changed"}, {"yes\n", "released s as interrupted; it is ready"},
 	} {
 		var out, errs bytes.Buffer
-		w.ok(release.run(t.Context(), streams{in: strings.NewReader(c.answer), out: &out, err: &errs, servers: &discovery{}}))
+		w.ok(release.run(t.Context(), streams{in: strings.NewReader(c.answer), out: &out, err: &errs, servers: &devstate.Discovery{}}))
 		wants(t, errs.String()+out.String(), "release 1 sessions that are quarantined as cancellation_outcome_unknown as interrupted? [y/N]", c.says)
 	}
 	w.quarantine("t")

@@ -60,6 +60,9 @@ func (w *watchCmd) run(ctx context.Context, s streams) error {
 	if err != nil {
 		return err
 	}
+	if session != "" && h.last == 0 {
+		s.say("nothing yet of session %s: waiting for it; Ctrl-C ends this", session)
+	}
 	failed := make(chan error, 1)
 	go func() {
 		failed <- bus.Watch(ctx, conn, session, from, func(r claims.Record) error {

@@ -7,6 +7,9 @@ import (
 	"io"
 	"os"
 
+	"github.com/alecthomas/kong"
+
+	"reveille/cmd/internal/devstate"
 	"reveille/cmd/internal/flags"
 	"reveille/cmd/internal/process"
 )
@@ -19,9 +22,12 @@ func main() {
 }
 
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
-	var f flags.Worker
-	if _, err := flags.Parse("worker", "Takes commands, claims sessions and runs their steps.", &f, args, stdout, stderr); err != nil {
+	var f struct {
+		flags.Worker `embed:""`
+		flags.Versioned
+	}
+	if _, err := flags.Parse("worker", "Takes commands, claims sessions and runs their steps.", &f, args, stdout, stderr, kong.Resolvers(&devstate.Discovery{})); err != nil {
 		return err
 	}
-	return process.Worker(ctx, f, stderr)
+	return process.Worker(ctx, f.Worker, stderr)
 }

@@ -23,7 +23,7 @@ const (
 	leavesCancelled  = "an expiring cancelled claim"
 )
 
-// rows are the crash points of design.md section 7: what a process dies after.
+// rows are the crash points of docs/design.md section 7: what a process dies after.
 var rows = []string{
 	"receiving a command, before commit",
 	"commit, before ack",

@@ -1,4 +1,4 @@
-// Package crashtest kills workers and scanners with SIGKILL at every crash point of design.md section 7, under load,
+// Package crashtest kills workers and scanners with SIGKILL at every crash point of docs/design.md section 7, under load,
 // again and again, and then holds what is left against the invariants: every session has run on, was cancelled or is
 // quarantined (I32), and every input is covered by one step and its continuations (I23).
 //

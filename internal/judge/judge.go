@@ -1,6 +1,6 @@
 // Package judge holds what is left of a session's life against the contract with its users: it reads the session's log
 // from its beginning, and says what in it, in the tables, in the stream or in what the handlers wrote contradicts what
-// was sent. It shares nothing with the programs: names of events, codes and states stand here as contract.md has them.
+// was sent. It shares nothing with the programs: names of events, codes and states stand here as docs/contract.md has them.
 //
 // A Session is filled in by whoever has made the history. Judge is pure and may be called from any goroutine.
 package judge
@@ -75,7 +75,7 @@ type Session struct {
 	Calls    []Call    // in the order in which they were written
 }
 
-// event is the envelope of contract.md section 2.
+// event is the envelope of docs/contract.md section 2.
 type event struct {
 	Session   string
 	Seq       int64

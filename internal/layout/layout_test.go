@@ -1,4 +1,4 @@
-// Package layout holds the repository to what design.md, section 8, says about who imports whom, and keeps names of
+// Package layout holds the repository to what docs/design.md, section 8, says about who imports whom, and keeps names of
 // one machine out of it.
 package layout
 
@@ -36,7 +36,7 @@ type rule struct {
 	why string
 }
 
-// rules are design.md's table.
+// rules are docs/design.md's table.
 var rules = []rule{
 	{folder: "claims", stdlibOnly: true, why: "the domain does no I/O"},
 	{folder: "claims/crdb", project: []string{"claims", "sql"}, tests: []string{"internal"}, why: "the store knows the domain and its statements"},

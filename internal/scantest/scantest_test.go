@@ -1,4 +1,4 @@
-// Package scantest holds the scanner (recovery) to design.md section 6 on the
+// Package scantest holds the scanner (recovery) to docs/design.md section 6 on the
 // real store. It is apart from both since neither may import the other. TestS1…
 // to TestS10… are the ten situations of recovery that are known to go wrong.
 //

@@ -38,7 +38,7 @@ type counts struct {
 	linear, unknown                                int             // sessions
 }
 
-// event is what is looked at here of the envelope of contract.md section 2.
+// event is what is looked at here of the envelope of docs/contract.md section 2.
 type event struct {
 	Session, Type, Execution string
 	Seq, Epoch               int64

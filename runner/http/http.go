@@ -1,6 +1,6 @@
 // Package http runs each step of a session as one request to a URL: a POST of
 // the step's request, answered by lines of output as they come, or by one JSON
-// document (contract.md section 3).
+// document (docs/contract.md section 3).
 //
 // Words:
 //

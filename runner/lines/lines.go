@@ -1,5 +1,5 @@
 // Package lines reads what the code of a step says, wherever it runs: one JSON
-// object a line (contract.md section 3) and everything else as text. It turns
+// object a line (docs/contract.md section 3) and everything else as text. It turns
 // the lines into the step's output.
 //
 // Invariants:
@@ -216,7 +216,7 @@ func (p *Parser) put(err error) {
 	}
 }
 
-// members are those of the objects of contract.md section 3, by their type.
+// members are those of the objects of docs/contract.md section 3, by their type.
 var members = map[string][]string{
 	"text":           {"text"},
 	"tool.called":    {"call", "name", "input"},
@@ -226,7 +226,7 @@ var members = map[string][]string{
 	"ended":          {"result", "continue"},
 }
 
-// kind is the type of an object of contract.md section 3, or empty. It has no
+// kind is the type of an object of docs/contract.md section 3, or empty. It has no
 // member but its own, to the letter (encoding/json ignores case): a result with
 // a misspelt continue must not pass for one without.
 func kind(line []byte) claims.EventType {
@@ -243,7 +243,7 @@ func kind(line []byte) claims.EventType {
 	return claims.EventType(name)
 }
 
-// event puts out what a line says if it is an object of contract.md section 3,
+// event puts out what a line says if it is an object of docs/contract.md section 3,
 // and reports whether it is.
 func (p *Parser) event(line []byte) bool {
 	if start := bytes.TrimLeft(line, " \t\r"); len(start) == 0 || start[0] != '{' {

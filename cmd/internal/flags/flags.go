@@ -44,7 +44,8 @@ func Usage(format string, args ...any) error {
 
 // Database are the flags of the database.
 type Database struct {
-	DatabaseURL string `help:"Database: postgres://user:password@host:port/name of a CockroachDB or PostgreSQL (RV_DATABASE_URL)." placeholder:"URL" required:""`
+	DatabaseURL string `help:"Database: postgres://user:password@host:port/name of a CockroachDB or PostgreSQL." placeholder:"URL" required:""`
+	DevState    string `help:"State folder of a reveille dev whose database, NATS and namespace are used where none is named." placeholder:"DIR" env:"-"`
 }
 
 // NATS are the flags of the connection to NATS.
@@ -136,6 +137,11 @@ type Scanner struct {
 	UncertainCancel string        `help:"What becomes of a cancellation whose worker was lost (${enum})." enum:"quarantine,interrupt" default:"quarantine"`
 }
 
+// Versioned is the flag of a program that says its version.
+type Versioned struct {
+	Version kong.VersionFlag `help:"Print the version." env:"-"`
+}
+
 // Parse parses args into the flags that cli points to. Its errors are usage
 // errors of one line; after --help or --version it returns ErrHelp.
 func Parse(name, description string, cli any, args []string, stdout, stderr io.Writer, options ...kong.Option) (*kong.Context, error) {
@@ -155,7 +161,12 @@ func Parse(name, description string, cli any, args []string, stdout, stderr io.W
 		return nil, ErrHelp
 	}
 	if err != nil {
-		return nil, Usage("%v; see %s --help", err, name)
+		var parse *kong.ParseError
+		if errors.As(err, &parse) && parse.Context != nil && parse.Context.Selected() != nil {
+			name = parse.Context.Selected().FullPath()
+		}
+		// A flag that may be left out has the empty word among its own.
+		return nil, Usage("%s; see %s --help", strings.Replace(err.Error(), `,"" but`, " but", 1), name)
 	}
 	return ctx, nil
 }

@@ -61,6 +61,12 @@ func connect(ctx context.Context, db flags.Database, n flags.NATS, dbTimeout tim
 	if err != nil {
 		return nil, flags.Usage("--namespace: %v", err)
 	}
+	if err := crdb.CheckURL(db.DatabaseURL); err != nil {
+		return nil, flags.Usage("--database-url: %v", err)
+	}
+	if err := bus.CheckURL(n.NATSURL); err != nil {
+		return nil, flags.Usage("--nats-url: %v", err)
+	}
 	p := &parts{log: log, registry: prometheus.NewRegistry()}
 	p.registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	if p.web, err = newWeb(addr, p.registry); err != nil {

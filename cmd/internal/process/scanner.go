@@ -18,7 +18,7 @@ import (
 // scannerConns is enough for the lanes and the relays of one pass.
 const scannerConns = 12
 
-// leastRetention is what jetstream.md asks of the database: a server that loses
+// leastRetention is what docs/jetstream.md asks of the database: a server that loses
 // its last minutes loses acknowledged events, and a quiet session notices late.
 const leastRetention = 24 * time.Hour
 

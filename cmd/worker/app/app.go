@@ -11,6 +11,7 @@ import (
 
 	"github.com/alecthomas/kong"
 
+	"reveille/cmd/internal/devstate"
 	"reveille/cmd/internal/flags"
 	"reveille/cmd/internal/process"
 	"reveille/runner"
@@ -28,12 +29,15 @@ func Main(handler runner.Handler) int {
 }
 
 func run(ctx context.Context, name string, args []string, handler runner.Handler, stdout, stderr io.Writer) error {
-	var f flags.Worker
+	var f struct {
+		flags.Worker `embed:""`
+		flags.Versioned
+	}
 	const what = "Takes commands, claims sessions and runs their steps with a handler of its own."
-	if _, err := flags.Parse(name, what, &f, args, stdout, stderr, kong.PostBuild(hideHandlers)); err != nil {
+	if _, err := flags.Parse(name, what, &f, args, stdout, stderr, kong.PostBuild(hideHandlers), kong.Resolvers(&devstate.Discovery{})); err != nil {
 		return err
 	}
-	return process.Custom(ctx, f, handler, stderr)
+	return process.Custom(ctx, f.Worker, handler, stderr)
 }
 
 // hideHandlers leaves the flags of other handlers out of the help.

@@ -28,6 +28,7 @@ import (
 
 	"reveille/bus"
 	"reveille/claims/crdb"
+	"reveille/cmd/internal/devstate"
 	"reveille/cmd/internal/flags"
 	"reveille/internal/localdb"
 	"reveille/runner"
@@ -37,7 +38,7 @@ import (
 // Flags of reveille dev. Where a default is not that of the worker, it is for
 // watching: a lost worker is recovered from, and Ctrl-C is done, within seconds.
 type Flags struct {
-	Workers     int    `help:"Workers to run." default:"2"`
+	Workers     int    `help:"Workers to run; 0 leaves that to programs of your own (with --dev-state)." default:"2"`
 	State       string `help:"Folder of all data; commands in the same folder find the servers through it." default:".reveille" placeholder:"DIR"`
 	NATSPort    int    `name:"nats-port" help:"Port of the NATS server on 127.0.0.1; 0 takes a free one." default:"4222"`
 	DatabaseURL string `help:"Use this database instead of a private one." placeholder:"URL"`
@@ -109,7 +110,7 @@ func Run(ctx context.Context, f Flags, program string, stdout, stderr io.Writer)
 		return err
 	}
 	defer stopNATS()
-	forget, err := state.remember(Servers{PID: os.Getpid(), NATSURL: d.natsURL, DatabaseURL: d.database.URL(), Namespace: f.Namespace})
+	forget, err := state.remember(devstate.Servers{PID: os.Getpid(), NATSURL: d.natsURL, DatabaseURL: d.database.URL(), Namespace: f.Namespace})
 	if err != nil {
 		return err
 	}
@@ -118,8 +119,8 @@ func Run(ctx context.Context, f Flags, program string, stdout, stderr io.Writer)
 }
 
 func (f *Flags) validate() error {
-	if f.Workers < 1 || f.Workers > maxWorkers {
-		return flags.Usage("--workers %d: want 1 to %d", f.Workers, maxWorkers)
+	if f.Workers < 0 || f.Workers > maxWorkers {
+		return flags.Usage("--workers %d: want 0 to %d", f.Workers, maxWorkers)
 	}
 	if f.NATSPort < 0 || f.NATSPort > 65535 {
 		return flags.Usage("--nats-port %d: want 0 to 65535", f.NATSPort)
@@ -344,7 +345,7 @@ func (d *dev) banner(children []*child) {
 	row("steps", "%s", d.flags.steps())
 	row("state", "%s (kept for the next start)", d.flags.State)
 	where := ""
-	if d.flags.State != DefaultState {
+	if d.flags.State != devstate.Default {
 		where = " --dev-state " + quote(d.flags.State)
 	}
 	fmt.Fprintf(&b, `
@@ -362,6 +363,9 @@ ready
 
 // steps says for people what runs a step.
 func (f *Flags) steps() string {
+	if f.Workers == 0 {
+		return "run by workers of your own: start them with --dev-state " + quote(f.State) + " --http 127.0.0.1:0"
+	}
 	if f.Handler == "http" {
 		u, err := rvhttp.ParseURL(f.HTTPURL)
 		if err != nil {

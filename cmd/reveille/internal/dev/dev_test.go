@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"reveille/cmd/internal/devstate"
 	"reveille/cmd/internal/flags"
 )
 
@@ -98,7 +99,7 @@ func TestLineWriter(t *testing.T) {
 func TestState(t *testing.T) {
 	t.Parallel()
 	dir := filepath.Join(t.TempDir(), "a", "b")
-	if s, _, err := Discover(dir); s != nil || err != nil {
+	if s, _, err := devstate.Discover(dir); s != nil || err != nil {
 		t.Fatalf("found %+v, %v where nothing is", s, err)
 	}
 	s, err := openState(dir)
@@ -108,12 +109,12 @@ func TestState(t *testing.T) {
 	if _, err := openState(dir); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("another reveille dev (pid %d)", os.Getpid())) {
 		t.Errorf("a second lock: %v", err)
 	}
-	want := Servers{PID: 1, NATSURL: "nats://x", DatabaseURL: "postgres://u:secret@y", Namespace: "rv"}
+	want := devstate.Servers{PID: 1, NATSURL: "nats://x", DatabaseURL: "postgres://u:secret@y", Namespace: "rv"}
 	forget, err := s.remember(want)
 	if err != nil {
 		t.Fatal(err)
 	}
-	got, path, err := Discover(dir)
+	got, path, err := devstate.Discover(dir)
 	if err != nil || *got != want {
 		t.Errorf("found %+v, %v", got, err)
 	}
@@ -121,7 +122,7 @@ func TestState(t *testing.T) {
 		t.Errorf("%s with the password: %v, %v", path, info.Mode(), err)
 	}
 	forget()
-	if s, _, err := Discover(dir); s != nil || err != nil {
+	if s, _, err := devstate.Discover(dir); s != nil || err != nil {
 		t.Errorf("found %+v, %v after it was forgotten", s, err)
 	}
 	if err := s.close(); err != nil {

@@ -10,41 +10,9 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+
+	"reveille/cmd/internal/devstate"
 )
-
-// DefaultState is the state folder where none is named.
-const DefaultState = ".reveille"
-
-// serversFile tells the commands of the same folder where the servers are. It
-// holds the database's password, and is there only while dev runs or after it
-// was killed.
-const serversFile = "dev.json"
-
-// Servers are where a dev runs its servers.
-type Servers struct {
-	PID         int    `json:"pid"`
-	NATSURL     string `json:"nats_url"`
-	DatabaseURL string `json:"database_url"`
-	Namespace   string `json:"namespace"`
-}
-
-// Discover reads where the dev of a state folder runs its servers, and from
-// which file. Where there is none it returns nil.
-func Discover(dir string) (*Servers, string, error) {
-	path := filepath.Join(dir, serversFile)
-	raw, err := os.ReadFile(path)
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) {
-		return nil, path, nil
-	}
-	if err != nil {
-		return nil, path, fmt.Errorf("can't read where reveille dev runs: %w: run as its user, or name the servers", err)
-	}
-	var s Servers
-	if err := json.Unmarshal(raw, &s); err != nil {
-		return nil, path, fmt.Errorf("%s does not say where reveille dev runs (%w): remove it", path, err)
-	}
-	return &s, path, nil
-}
 
 // state is the locked state folder.
 type state struct {
@@ -91,12 +59,12 @@ func (s *state) close() error {
 }
 
 // remember writes where the servers are, for their user only; forget removes it.
-func (s *state) remember(servers Servers) (forget func(), err error) {
+func (s *state) remember(servers devstate.Servers) (forget func(), err error) {
 	raw, err := json.Marshal(servers)
 	if err != nil {
 		return nil, err
 	}
-	path := filepath.Join(s.dir, serversFile)
+	path := filepath.Join(s.dir, devstate.File)
 	tmp := path + ".new"
 	_ = os.Remove(tmp) // its mode may be another
 	if err := os.WriteFile(tmp, append(raw, '\n'), 0o600); err != nil {

@@ -72,7 +72,7 @@ func noDatabase(databaseURL string, err error) Finding {
 		"%s does not answer (%s); not checked without it: schema, clock, processes, backlog", at, oneLine(err))
 }
 
-// The oldest engines (database.md).
+// The oldest engines (docs/database.md).
 var oldest = map[string][2]int{"CockroachDB": {23, 1}, "PostgreSQL": {15, 0}}
 
 // engine judges what version() says: "PostgreSQL 15.18 (Debian …) on …", "CockroachDB CCL v23.1.11 (…) …".

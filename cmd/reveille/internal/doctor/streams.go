@@ -191,7 +191,7 @@ func (d *doctor) durables(context.Context) []Finding {
 }
 
 // pendingPerSlot: messages that wait for a delayed redelivery keep their place,
-// and at the limit a durable delivers nothing (jetstream.md).
+// and at the limit a durable delivers nothing (docs/jetstream.md).
 const pendingPerSlot = 4
 
 func judgeDurable(f bus.DurableFound, slots int64, known bool) []Finding {

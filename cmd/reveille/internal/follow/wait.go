@@ -16,7 +16,7 @@ import (
 	"reveille/claims"
 )
 
-// Exit codes of contract.md section 4.
+// Exit codes of docs/contract.md section 4.
 const (
 	CodeCompleted   = 0
 	CodeFailed      = 3
