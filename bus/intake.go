@@ -531,7 +531,7 @@ func (in *Intake) apply(ctx context.Context, ln *lane, m Raw, cmd claims.Command
 	case errors.Is(err, claims.ErrInputConflict):
 		// Published first: a crash between the two rejects it once more (the
 		// message id keeps that single), never silently.
-		rej := &Rejection{InputConflict, err.Error()}
+		rej := &Rejection{InputConflict, fmt.Sprintf("%v: %s", claims.ErrInputConflict, cmd.Input.ID)}
 		if err := in.reject(ctx, m, streamID, cmd.Kind, rej); err != nil {
 			return "", err
 		}

@@ -291,11 +291,11 @@ func TestDev(t *testing.T) {
 			t.Errorf("progress was %q", stderr)
 		}
 		again, stderr := does(t, dir, 0, "wake", "s1", "--input", `"hi"`, "--id", "in_1", "--wait")
-		if again != stdout || !strings.Contains(stderr, "was served before") {
+		if again != stdout || !strings.Contains(stderr, "input in_1 was sent before: this is what is recorded of it\n") {
 			t.Errorf("the same wake again: %q and %q", again, stderr)
 		}
 		_, stderr = does(t, dir, 1, "wake", "s1", "--input", `"other"`, "--id", "in_1", "--wait")
-		if !strings.Contains(stderr, "input_conflict") {
+		if !strings.Contains(stderr, "rejected: input id was used before with another body or delivery: in_1 (input_conflict)") {
 			t.Errorf("a conflicting wake: %q", stderr)
 		}
 		_, stderr = does(t, dir, 3, "wake", "s1", "--input", `"fail"`, "--wait")

@@ -209,12 +209,12 @@ type wakeWait struct {
 	history history
 	wait    *follow.Wait
 	own     bool // the input's id is the caller's: it may have been sent before
+	old     bool // it was, and that was said
 
 	workers map[claims.ExecutionID]string
 	texts   map[claims.StepID]*follow.Text
 	early   map[claims.StepID]string // live text of steps whose start has not come
 	held    int                      // bytes of early
-	seq     int64
 	midLine bool
 	tty     bool
 }
@@ -252,8 +252,11 @@ func (w *wakeWait) published(r bus.Receipt) {
 }
 
 func (w *wakeWait) event(r claims.Record) (follow.Outcome, bool) {
-	w.seq = r.Seq
 	o, done := w.wait.Event(r)
+	if w.own && !w.old && w.wait.Seen() && r.Seq <= w.history.last {
+		w.old = true // first, since what follows looks as if it ran now
+		w.say("input %s was sent before: this is what is recorded of it", w.cmd.Input.ID)
+	}
 	switch r.Type {
 	case claims.ExecutionStarted:
 		w.workers[r.Execution] = strings.TrimPrefix(follow.Describe(r), follow.ID(r.Execution)+" on ")
@@ -322,9 +325,6 @@ func (w *wakeWait) idle() (follow.Outcome, bool) {
 }
 
 func (w *wakeWait) end(o follow.Outcome) error {
-	if w.own && w.seq <= w.history.last && w.wait.Seen() && o.Code != follow.CodeQuarantined {
-		w.say("input %s was served before; this is its recorded outcome", w.cmd.Input.ID)
-	}
 	w.lineEnd()
 	return ended(w.s, w.cmd.Session, o)
 }

@@ -96,9 +96,16 @@ type supervisor struct {
 	console     *console
 	stopTimeout time.Duration
 
+	sleep func(time.Duration) // nil: time.Sleep
+
 	mu    sync.Mutex
 	taken map[int]string // ports, by the child they were given to
 }
+
+// A port that was just let go may be taken a moment longer: a process that is
+// being forked has a copy of the socket until it is executed. So a child's own
+// port is tried again for a while.
+const ownPortPoll, ownPortTries = 10 * time.Millisecond, 50
 
 // run runs a child until ctx ends, then stops it; it returns when the child is
 // gone. Error: the child can't be started, or refuses its settings.
@@ -162,6 +169,13 @@ func (s *supervisor) freeAddress(c *child) (string, error) {
 		}
 		address := fmt.Sprintf("127.0.0.1:%d", port)
 		l, err := net.Listen("tcp", address)
+		for try := 1; err != nil && s.taken[port] == c.name && try < ownPortTries; try++ {
+			if s.sleep == nil {
+				s.sleep = time.Sleep
+			}
+			s.sleep(ownPortPoll)
+			l, err = net.Listen("tcp", address)
+		}
 		if err != nil {
 			continue
 		}

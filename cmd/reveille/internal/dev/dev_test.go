@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -153,8 +154,8 @@ func TestChildRefuses(t *testing.T) {
 	}
 }
 
+// It is alone: where other tests fork, their children have copies of its sockets for a moment.
 func TestFreeAddress(t *testing.T) {
-	t.Parallel()
 	s := &supervisor{}
 	a, b := &child{name: "a", port: 19190}, &child{name: "b", port: 19190}
 	first, err := s.freeAddress(a)
@@ -167,6 +168,19 @@ func TestFreeAddress(t *testing.T) {
 	}
 	if again, err := s.freeAddress(a); err != nil || again != first {
 		t.Errorf("a gets %s, then %s: %v", first, again, err)
+	}
+	held, err := net.Listen("tcp", first)
+	if err != nil {
+		t.Fatal(err)
+	}
+	polls := 0
+	s.sleep = func(time.Duration) { // its socket lingers for two looks
+		if polls++; polls == 2 {
+			_ = held.Close()
+		}
+	}
+	if again, err := s.freeAddress(a); err != nil || again != first || polls != 2 {
+		t.Errorf("a gets %s, then %s after %d looks: %v", first, again, polls, err)
 	}
 }
 
