@@ -55,20 +55,22 @@ func (e *ends) Poke(claims.SessionID) {}
 // A worker that stood still past its lease finds its step ended, by the guard: that is no failure of the step's, also
 // where the worker's own timers have not had a turn yet and the database still calls the lease live (I7).
 func TestI7StepThatTheGuardEndedIsHandedOver(t *testing.T) {
-	o := testLease()
-	for left, want := range map[time.Duration]string{time.Second: "finish", 0: "hand over"} {
-		e := &ends{}
-		p := &Pool{steps: e, settle: e, events: e, log: slog.New(slog.DiscardHandler), hard: t.Context()}
-		p.metrics = newPoolMetrics(p)
-		tenure := newTenure("h", &o, time.Now().Add(o.MaxClockSkew+o.StopMargin-o.Lease+left))
-		x := newExecution(p, tenure, "s")
-		x.known = true
-		p.close(x, claims.Step{}, ending{called: true, err: &Failure{Code: claims.CodeExit, Message: "killed by SIGKILL"}}, p.log)
-		if !slices.Equal(e.how, []string{want}) {
-			t.Errorf("%v before the lease is over: %q, want %s", left, e.how, want)
+	synctest.Test(t, func(t *testing.T) {
+		o := testLease()
+		for left, want := range map[time.Duration]string{time.Second: "finish", 0: "hand over"} {
+			e := &ends{}
+			p := &Pool{steps: e, settle: e, events: e, log: slog.New(slog.DiscardHandler), hard: t.Context()}
+			p.metrics = newPoolMetrics(p)
+			tenure := newTenure("h", &o, time.Now().Add(o.MaxClockSkew+o.StopMargin-o.Lease+left))
+			x := newExecution(p, tenure, "s")
+			x.known = true
+			p.close(x, claims.Step{}, ending{called: true, err: &Failure{Code: claims.CodeExit, Message: "killed by SIGKILL"}}, p.log)
+			if !slices.Equal(e.how, []string{want}) {
+				t.Errorf("%v before the lease is over: %q, want %s", left, e.how, want)
+			}
+			x.stop(nil)
 		}
-		x.stop(nil)
-	}
+	})
 }
 
 // What a step's end means where it has something to do with a stop: what the handler answered before one counts, what
@@ -76,6 +78,9 @@ func TestI7StepThatTheGuardEndedIsHandedOver(t *testing.T) {
 func TestEndsOfStops(t *testing.T) {
 	final := &Failure{Code: claims.CodeHandler, Message: "no such model"}
 	wait := func(ctx context.Context) { <-ctx.Done() }
+	failsFirst := func(ctx context.Context, out *Output) (Result, error) {
+		return Result{}, errors.Join(out.Go(func() { wait(ctx) }), final)
+	}
 	for name, tc := range map[string]struct {
 		timeout  time.Duration
 		shutdown time.Duration // 0: none
@@ -86,10 +91,7 @@ func TestEndsOfStops(t *testing.T) {
 	}{
 		"fails, then the shutdown": {
 			shutdown: time.Second, how: "finish", code: claims.CodeHandler, yield: true,
-			handler: func(ctx context.Context, out *Output) (Result, error) {
-				_ = out.Go(func() { wait(ctx) })
-				return Result{}, final
-			},
+			handler: failsFirst,
 		},
 		"fails at the shutdown": {
 			shutdown: time.Second, how: "hand over",
@@ -103,10 +105,7 @@ func TestEndsOfStops(t *testing.T) {
 		},
 		"fails, then the timeout": {
 			timeout: time.Second, how: "finish", code: claims.CodeHandler, yield: true,
-			handler: func(ctx context.Context, out *Output) (Result, error) {
-				_ = out.Go(func() { wait(ctx) })
-				return Result{}, final
-			},
+			handler: failsFirst,
 		},
 		"fails at the timeout": {
 			timeout: time.Second, how: "finish", code: claims.CodeTimeout, yield: true,

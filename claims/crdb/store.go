@@ -162,12 +162,9 @@ func (s *Store) Ping(ctx context.Context) error {
 }
 
 func newPool(ctx context.Context, url string, o Options, conns int32) (*pgxpool.Pool, error) {
-	if err := CheckURL(url); err != nil {
-		return nil, err
-	}
-	cfg, err := pgxpool.ParseConfig(url)
+	cfg, err := parseURL(url)
 	if err != nil {
-		return nil, fmt.Errorf("database URL: %w", err)
+		return nil, err
 	}
 	cfg.MaxConns = conns
 	cfg.MaxConnLifetimeJitter = 5 * time.Minute
@@ -193,10 +190,16 @@ func newPool(ctx context.Context, url string, o Options, conns int32) (*pgxpool.
 
 // CheckURL refuses what is no URL of a database, without asking one.
 func CheckURL(url string) error {
-	if _, err := pgxpool.ParseConfig(url); err != nil {
-		return fmt.Errorf("database URL: %w; want postgres://user:password@host:port/name", err)
+	_, err := parseURL(url)
+	return err
+}
+
+func parseURL(url string) (*pgxpool.Config, error) {
+	cfg, err := pgxpool.ParseConfig(url)
+	if err != nil {
+		return nil, fmt.Errorf("database URL: %w; want postgres://user:password@host:port/name", err)
 	}
-	return nil
+	return cfg, nil
 }
 
 // explained says what to do about a refusal of a server that a person has to do

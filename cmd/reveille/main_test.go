@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
@@ -322,5 +323,16 @@ func TestStopped(t *testing.T) {
 	var exit *flags.Exit
 	if !errors.As(err, &exit) || exit.Code != 130 || exit.Message != "" {
 		t.Errorf("got %v, want exit 130 without a word", err)
+	}
+}
+
+// What the client logs while a command waits is told in the command's own words: a line each, without time and level.
+func TestSayer(t *testing.T) {
+	var out bytes.Buffer
+	log := slog.New(&sayer{streams: streams{err: &out}, level: slog.LevelWarn})
+	log.Info("connected to NATS")
+	log.Warn("lost NATS, reconnecting", "error", "EOF")
+	if want := "reveille: lost NATS, reconnecting (error: EOF)\n"; out.String() != want {
+		t.Errorf("said %q, want %q", out.String(), want)
 	}
 }

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"reveille/cmd/internal/flags"
 )
 
 // asProgram makes the test binary the program that it tests.
@@ -58,5 +60,13 @@ func TestRefused(t *testing.T) {
 		if stdout.Len() > 0 || !strings.HasPrefix(got, tc.want) || strings.Count(got, "\n") != 1 || strings.Contains(got, "secret") {
 			t.Errorf("worker %s printed %q and %q, want one line with %q", tc.args, stdout.String(), got, tc.want)
 		}
+	}
+}
+
+func TestVersion(t *testing.T) {
+	t.Parallel()
+	var stdout, stderr bytes.Buffer
+	if err := run(t.Context(), []string{"--version"}, &stdout, &stderr); !errors.Is(err, flags.ErrHelp) || !strings.HasPrefix(stdout.String(), "worker ") || stderr.Len() > 0 {
+		t.Errorf("--version: %v, printed %q and %q", err, stdout.String(), stderr.String())
 	}
 }

@@ -203,7 +203,7 @@ func (v *verifier) overlaps() {
 			continue
 		}
 		own, ended := v.line(truth.End, l.Step)
-		if !ended {
+		if !ended && l.Kind == truth.Exec {
 			own = l // it was killed, or its worker; had it lived on, the next one would have seen it
 		}
 		if v.h.asleep(l.Worker, l.At) && v.h.asleep(l.Worker, own.At) {
